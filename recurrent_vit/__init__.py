@@ -1,0 +1,50 @@
+"""A zoo of recurrent Vision Transformers, registered with timm.
+
+    >>> import timm, torch, recurrent_vit  # the import registers the names
+    >>> model = timm.create_model("bvit", num_classes=10).eval()
+    >>> model(torch.randn(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+
+The names are those of `recurrent_vit.VARIANTS`, the arguments those of `recurrent_vit.RecurrentVisionTransformer`.
+"""
+
+import re
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .model import RecurrentVisionTransformer
+    from .solvers import TABLEAUS, Tableau
+    from .zoo import VARIANTS, Variant
+
+__version__ = "0.1.0.dev0"
+
+__all__ = ["TABLEAUS", "VARIANTS", "RecurrentVisionTransformer", "Tableau", "Variant", "__version__"]
+
+_HOME = {
+    "RecurrentVisionTransformer": "model",
+    "TABLEAUS": "solvers",
+    "Tableau": "solvers",
+    "VARIANTS": "zoo",
+    "Variant": "zoo",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _is_command_line() -> bool:
+    """Whether Python was started to run our own program: its --help and usage errors need not wait for torch."""
+    if sys.argv[:1] == ["-m"]:
+        module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :]
+        return module[:1] == [__name__]
+    program = re.split(r"[/\\]", sys.argv[0])[-1] if sys.argv else ""
+    return program in ("recurrent-vit", "recurrent-vit.exe", "recurrent-vit-script.py")
+
+
+if not _is_command_line():
+    from . import zoo  # noqa: F401 (registers the names with timm)

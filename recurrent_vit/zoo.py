@@ -1,0 +1,172 @@
+"""The variants of the zoo, one row each, and their registration with timm.
+
+All CIFAR rows cost twelve block applications per image, so they can be compared at equal compute. The paper fixes width
+256, patch 4, SwiGLU, a final layer normalisation and the number of evaluations; the number of heads, mean pooling
+without a class token and the gate width of 688 (8/3 * 256 rounded up to a multiple of 16) are choices of ours. The
+ImageNet rows are sized like timm's ViT-S/16 and ViT-B/16, after the predecessor, "bViT: Investigating Single-Block
+Recurrence in Vision Transformers" (2026), https://arxiv.org/abs/2605.10661; they have no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import timm
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import SwiGLU
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import checkpoint_filter_fn
+
+from .model import RecurrentVisionTransformer
+
+__all__ = ["VARIANTS", "Variant", "default_cfgs", "describe"]  # register_model adds each name
+
+SWIGLU = {"mlp_layer": SwiGLU, "act_layer": "silu"}  # timm's SwiGLU block gates with GELU unless told otherwise
+CIFAR = {
+    "img_size": 32,
+    "patch_size": 4,
+    "embed_dim": 256,
+    "num_heads": 8,
+    "mlp_ratio": 688 / 256,
+    "class_token": False,
+    "global_pool": "avg",
+    "fc_norm": False,  # final norm on the tokens, before their mean
+    **SWIGLU,
+}
+IMAGENET = {"img_size": 224, "patch_size": 16}
+
+CIFAR_CFG = {
+    "num_classes": 100,
+    "input_size": (3, 32, 32),
+    "fixed_input_size": True,
+    "mean": (0.5071, 0.4865, 0.4409),
+    "std": (0.2673, 0.2564, 0.2762),
+    "interpolation": "bicubic",
+    "crop_pct": 1.0,
+    "first_conv": "patch_embed.proj",
+    "classifier": "head",
+    "license": "apache-2.0",
+}
+IMAGENET_CFG = {
+    **CIFAR_CFG,
+    "num_classes": 1000,
+    "input_size": (3, 224, 224),
+    "mean": IMAGENET_DEFAULT_MEAN,
+    "std": IMAGENET_DEFAULT_STD,
+    "crop_pct": 0.9,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One name of the zoo.
+
+    Args:
+        name: The name for `timm.create_model`.
+        summary: What it is, in one line.
+        args: Arguments of `RecurrentVisionTransformer`; a user's own take precedence.
+        cfg: timm's pretrained configuration of its first tag.
+    """
+
+    name: str
+    summary: str
+    args: dict[str, Any]
+    cfg: dict[str, Any] = field(default_factory=lambda: CIFAR_CFG)
+
+
+VARIANTS: dict[str, Variant] = {
+    variant.name: variant
+    for variant in (
+        Variant("vit_cifar", "twelve independent blocks, applied once", {**CIFAR, "depth": 12, "steps": 1}),
+        Variant("bvit", "one block applied twelve times: z <- F(z)", {**CIFAR, "depth": 1, "steps": 12}),
+        Variant(
+            "bvit_ode_euler",
+            "Euler steps along R(z) = F(z) - z; at step size 1 the same function as bvit",
+            {**CIFAR, "depth": 1, "steps": 12, "solver": "euler"},
+        ),
+        Variant(
+            "bvit_ode_heun",
+            "Heun steps (explicit trapezoid) along R(z) = F(z) - z, two evaluations each",
+            {**CIFAR, "depth": 1, "steps": 6, "solver": "heun2"},
+        ),
+        Variant(
+            "bvit_ode_rk4",
+            "classical Runge-Kutta steps along R(z) = F(z) - z, four evaluations each",
+            {**CIFAR, "depth": 1, "steps": 3, "solver": "rk4"},
+        ),
+        Variant(
+            "bvit_ds",
+            "bvit for stage-wise deep supervision: four stages of three steps",
+            {**CIFAR, "depth": 1, "steps": 3, "stages": 4},
+        ),
+        Variant(
+            "bvit_small_patch16_224",
+            "one block of ViT-S/16 applied twelve times, for ImageNet",
+            {**IMAGENET, "embed_dim": 384, "num_heads": 6, "depth": 1, "steps": 12},
+            IMAGENET_CFG,
+        ),
+        Variant(
+            "bvit_base_patch16_224",
+            "one block of ViT-B/16 applied twelve times, for ImageNet",
+            {**IMAGENET, "embed_dim": 768, "num_heads": 12, "depth": 1, "steps": 12},
+            IMAGENET_CFG,
+        ),
+    )
+}
+
+default_cfgs = generate_default_cfgs({f"{variant.name}.untrained": variant.cfg for variant in VARIANTS.values()})
+
+
+def describe(name: str) -> dict[str, Any]:
+    """Size and cost of a variant with its default arguments, without building its weights.
+
+    Args:
+        name: A key of `VARIANTS`.
+
+    Returns:
+        The row of that name in the zoo table: numbers of blocks, steps and evaluations, `parameters`, and `MACs`,
+        multiply-accumulates per image (`RecurrentVisionTransformer.macs`).
+
+    Example:
+        >>> describe("bvit_ode_rk4")["NFE"]
+        12
+    """
+    model = timm.create_model(name, device="meta")
+    return {
+        "name": name,
+        "depth": model.depth,
+        "steps": model.steps,
+        "stages": model.stages,
+        "solver": model.solver,
+        "NFE": model.nfe,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "MACs": model.macs,
+    }
+
+
+def _create(variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> RecurrentVisionTransformer:
+    return build_model_with_cfg(
+        RecurrentVisionTransformer,
+        variant.name,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
+        **{**variant.args, **kwargs},
+    )
+
+
+def _entrypoint(variant: Variant) -> Callable[..., RecurrentVisionTransformer]:
+    """The function that timm registers for a row; it goes by the row's name."""
+
+    def create(pretrained: bool = False, **kwargs: Any) -> RecurrentVisionTransformer:
+        return _create(variant, pretrained, kwargs)
+
+    create.__name__ = create.__qualname__ = variant.name
+    create.__doc__ = variant.summary
+    return create
+
+
+for _variant in VARIANTS.values():
+    globals()[_variant.name] = register_model(_entrypoint(_variant))
