@@ -88,7 +88,11 @@ def _run(args: argparse.Namespace) -> None:
 
     sys.argv = [str(script), *args.arguments]
     sys.path.insert(0, str(script.parent.resolve()))
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except Exception:  # the script's own: as Python would show it, not as a mistake in using us
+        sys.excepthook(*sys.exc_info())
+        sys.exit(1)
 
 
 if __name__ == "__main__":
