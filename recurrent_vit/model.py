@@ -196,18 +196,22 @@ class RecurrentVisionTransformer(VisionTransformer):
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulates of the matrix products in one forward pass, per image at the model's own image size.
+        """Multiply-accumulates of one forward pass, per image of the model's own size: see `count_macs`."""
+        return self.count_macs(self.patch_embed.grid_size)
+
+    def count_macs(self, grid_size: tuple[int, int]) -> int:
+        """Multiply-accumulates of the matrix products in one forward pass, per image of `grid_size` patches.
 
         One MAC is two FLOP. Counted are the patch embedding, attention, the linear layers of the blocks and the
         head; not counted are norms, activations and pooling.
         """
-        tokens = self.patch_embed.num_patches + self.num_prefix_tokens
-        per_block = [_block_macs(block, tokens) for block in self.blocks]
+        patches = math.prod(grid_size)
+        per_block = [_block_macs(block, patches + self.num_prefix_tokens) for block in self.blocks]
         if self.tableau is None:  # by state, since a pruned schedule may end inside a step
             trunk = sum(per_block[i % len(per_block)] for i in range(self.num_states))
         else:
             trunk = self.nfe * sum(per_block)
-        stem = self.patch_embed.num_patches * self.patch_embed.proj.weight.numel()
+        stem = patches * self.patch_embed.proj.weight.numel()
         return stem + trunk + sum(p.numel() for p in self.head.parameters() if p.ndim == 2)
 
     def set_horizon(self, horizon: int) -> None:

@@ -1,10 +1,16 @@
 """What several test files share: the names of the zoo and small models of them."""
 
+import os
+
 import pytest
 import timm
 import torch
 
 import recurrent_vit
+
+# The models are tiny: a second thread costs more than it brings, above all beside another job.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for processes that tests start
 
 CIFAR_NAMES = [name for name in recurrent_vit.VARIANTS if "224" not in name]
 SMALL = {"embed_dim": 32, "num_heads": 4, "num_classes": 10}
