@@ -1,0 +1,723 @@
+"""CIFAR-100 as in-memory tensors: sources, a held-out split, normalisation, augmentation, batches.
+
+The set (Krizhevsky 2009, https://www.cs.toronto.edu/~kriz/cifar.html) is 50,000 + 10,000 pictures of 32 x 32 pixels in
+100 classes. As uint8 it takes 184 MB, so it is held whole, on the device that trains, and augmented there in batches;
+there is no worker pool.
+
+What is notable:
+
+- :func:`load` reads three layouts (the Hub's parquet, torchvision's pickles, folders of PNGs) into the same tensors,
+  up to the order of the pictures.
+- Chance is drawn on the CPU, for the whole batch, from (seed, epoch, batch) alone, and applied afterwards: a resumed
+  run, another device, or one of several ranks sees the pictures that one uninterrupted process sees, to the bit.
+- torch's global generators are left as they were, and play no part.
+
+Shapes: N pictures of a split, B of a batch, H = W = 32 pixels, 3 channels.
+"""
+
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from PIL import Image
+from torch import Tensor
+from torchvision.datasets import CIFAR100
+from torchvision.datasets.utils import check_integrity
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as TF
+
+__all__ = [
+    "COARSE_NAMES", "COARSE_OF_FINE", "FINE_NAMES", "MEAN", "STD",
+    "Augmentation", "Batch", "Draws", "Split",
+    "alternating_flip", "batches", "batches_per_epoch", "downsample", "held_out", "load",
+    "mirror", "normalize", "shift",
+]  # fmt: skip
+
+MEAN = (0.5071, 0.4865, 0.4409)  # of the training pictures, per channel, on a scale of 0..1
+STD = (0.2673, 0.2564, 0.2762)
+ROWS = {"train": 50_000, "test": 10_000}
+SIDE = 32
+
+CLASSES = {  # the 20 coarse classes and the five fine ones of each
+    "aquatic_mammals": ("beaver", "dolphin", "otter", "seal", "whale"),
+    "fish": ("aquarium_fish", "flatfish", "ray", "shark", "trout"),
+    "flowers": ("orchid", "poppy", "rose", "sunflower", "tulip"),
+    "food_containers": ("bottle", "bowl", "can", "cup", "plate"),
+    "fruit_and_vegetables": ("apple", "mushroom", "orange", "pear", "sweet_pepper"),
+    "household_electrical_devices": ("clock", "keyboard", "lamp", "telephone", "television"),
+    "household_furniture": ("bed", "chair", "couch", "table", "wardrobe"),
+    "insects": ("bee", "beetle", "butterfly", "caterpillar", "cockroach"),
+    "large_carnivores": ("bear", "leopard", "lion", "tiger", "wolf"),
+    "large_man-made_outdoor_things": ("bridge", "castle", "house", "road", "skyscraper"),
+    "large_natural_outdoor_scenes": ("cloud", "forest", "mountain", "plain", "sea"),
+    "large_omnivores_and_herbivores": ("camel", "cattle", "chimpanzee", "elephant", "kangaroo"),
+    "medium_mammals": ("fox", "porcupine", "possum", "raccoon", "skunk"),
+    "non-insect_invertebrates": ("crab", "lobster", "snail", "spider", "worm"),
+    "people": ("baby", "boy", "girl", "man", "woman"),
+    "reptiles": ("crocodile", "dinosaur", "lizard", "snake", "turtle"),
+    "small_mammals": ("hamster", "mouse", "rabbit", "shrew", "squirrel"),
+    "trees": ("maple_tree", "oak_tree", "palm_tree", "pine_tree", "willow_tree"),
+    "vehicles_1": ("bicycle", "bus", "motorcycle", "pickup_truck", "train"),
+    "vehicles_2": ("lawn_mower", "rocket", "streetcar", "tank", "tractor"),
+}
+COARSE_NAMES = tuple(CLASSES)
+FINE_NAMES = tuple(sorted(name for group in CLASSES.values() for name in group))
+COARSE_OF_FINE = tuple(next(i for i, group in enumerate(CLASSES.values()) if name in group) for name in FINE_NAMES)
+
+
+# The set ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Pictures and their labels, on one device.
+
+    Args:
+        images: uint8 (N, 3, H, W).
+        labels: int64 (N,).
+
+    Raises:
+        ValueError: another dtype or shape, or another number of labels than of pictures.
+
+    Example:
+        >>> split = Split(torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.tensor([0, 1, 2, 3]))
+        >>> len(split), split[torch.tensor([3, 1])].labels.tolist()
+        (4, [3, 1])
+    """
+
+    images: Tensor
+    labels: Tensor
+
+    def __post_init__(self):
+        images, labels = self.images, self.labels
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
+            raise ValueError(f"images must be uint8 (N, 3, H, W), got {images.dtype} {tuple(images.shape)}")
+        if labels.dtype != torch.int64 or labels.shape != images.shape[:1]:
+            raise ValueError(f"labels must be int64 ({len(images)},), got {labels.dtype} {tuple(labels.shape)}")
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, rows: Tensor | slice) -> "Split":
+        """The split of these rows: an index tensor, a boolean mask, or a slice."""
+        return Split(self.images[rows], self.labels[rows])
+
+    def to(self, device: torch.device | str) -> "Split":
+        """The same split on another device."""
+        return Split(self.images.to(device), self.labels.to(device))
+
+
+def load(root: str | os.PathLike | None = None, split: str = "train", download: bool = False) -> Split:
+    """Load CIFAR-100 from a folder, in whichever of three layouts it is there; takes seconds.
+
+    1. parquet, as in the Hub's `uoft-cs/cifar100 <https://huggingface.co/datasets/uoft-cs/cifar100>`_ (needs pyarrow);
+    2. torchvision's ``cifar-100-python`` folder, its md5 sums checked;
+    3. ``train/`` and ``test/``, with a folder of PNGs for each class.
+
+    All give the same pictures; the order is that of the source. They are looked for in this order.
+
+    Args:
+        root: the folder; without it, the environment variable RECURRENT_VIT_DATA; without that, a folder of torch's
+            cache.
+        split: "train" (50,000 pictures) or "test" (10,000).
+        download: when the folder holds none of the layouts, let torchvision fetch the set (169 MB) into it.
+
+    Returns:
+        A :class:`Split` on the CPU: images uint8 (N, 3, 32, 32), labels int64 (N,) in 0..99, the order of FINE_NAMES.
+
+    Raises:
+        FileNotFoundError: nothing was found; says what was looked for, and where.
+        ValueError: something was found that is not CIFAR-100, whole: names the file, what it holds, what is expected.
+        OSError: the download failed.
+        ImportError: parquet was found but pyarrow is not installed.
+
+    Example:
+        >>> train = load("data/cifar100")  # doctest: +SKIP
+        >>> load("no/such/folder", split="test")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        FileNotFoundError: CIFAR-100 (test) was not found in no/such/folder (given as root), which does not exist...
+    """
+    if split not in ROWS:
+        raise ValueError(f"split must be one of {', '.join(ROWS)}, got {split!r}")
+    folder, origin = _folder(root)
+    for layout in LAYOUTS:
+        if found := layout.find(folder, split):
+            return layout.read(found, split)
+    if download:
+        _download(folder)
+        return _read_torchvision(_find_torchvision(folder, split), split)
+    raise FileNotFoundError(_not_found(folder, origin, split))
+
+
+def held_out(labels: Tensor, size: int = 5000, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Split training pictures in two, for choosing anything without the test set: as many of each class held out.
+
+    Args:
+        labels: int64 (N,).
+        size: how many to hold out, a multiple of the number of classes.
+        seed: another seed is another split; torch's global generator plays no part.
+
+    Returns:
+        (train, held): sorted int64 indices on the CPU, disjoint, together 0..N-1.
+
+    Raises:
+        ValueError: size is not a multiple of the number of classes, or leaves some class without a picture.
+
+    Example:
+        >>> train, held = held_out(torch.tensor([0, 0, 0, 1, 1, 1]), size=2)
+        >>> len(train), len(held)
+        (4, 2)
+    """
+    labels = labels.cpu()
+    classes, counts = labels.unique(return_counts=True)
+    if not 0 < size < len(labels) or size % len(classes):
+        raise ValueError(
+            f"size must be a multiple of the number of classes ({len(classes)}) between 0 and the number of pictures "
+            f"({len(labels)}), both excluded; got {size}"
+        )
+    per_class = size // len(classes)
+    if per_class >= counts.min():
+        raise ValueError(f"size={size} takes {per_class} pictures a class, but a class has only {counts.min()}")
+    generator = _generator("held_out", seed)
+    held = torch.zeros(len(labels), dtype=torch.bool)
+    for label in classes:
+        members = (labels == label).nonzero().flatten()
+        held[members[torch.randperm(len(members), generator=generator)[:per_class]]] = True
+    return (~held).nonzero().flatten(), held.nonzero().flatten()
+
+
+# Augmentation -------------------------------------------------------------------------------------------------------
+
+
+def normalize(images: Tensor) -> Tensor:
+    """(x / 255 - MEAN) / STD, on the device of x.
+
+    Args:
+        images: uint8 (..., 3, H, W).
+
+    Returns:
+        float32 (..., 3, H, W).
+
+    Raises:
+        ValueError: images are not uint8 (they may have been normalised before).
+
+    Example:
+        >>> normalize(torch.full((1, 3, 1, 1), 255, dtype=torch.uint8)).flatten()
+        tensor([1.8440, 2.0027, 2.0243])
+    """
+    if images.dtype != torch.uint8:
+        raise ValueError(f"images must be uint8, got {images.dtype}")
+    return TF.normalize(TF.to_dtype(images, torch.float32, scale=True), MEAN, STD)
+
+
+def downsample(images: Tensor, size: int) -> Tensor:
+    """Shrink pictures to size x size, bilinearly, antialiased: for the resolution schedule (16, 20, 24 px).
+
+    Args:
+        images: floating point (B, 3, H, W).
+        size: the new height and width; at H = W = size the pictures are returned as they are.
+
+    Returns:
+        (B, 3, size, size), of the same dtype.
+
+    Raises:
+        ValueError: images are not floating point, or size is not in 1..min(H, W).
+
+    Example:
+        >>> downsample(torch.ones(2, 3, 32, 32), 24).shape
+        torch.Size([2, 3, 24, 24])
+    """
+    if not images.is_floating_point():
+        raise ValueError(f"images must be floating point (normalize them first), got {images.dtype}")
+    height, width = images.shape[-2:]
+    if not 1 <= size <= min(height, width):
+        raise ValueError(f"size must be between 1 and {min(height, width)}, got {size}")
+    if (height, width) == (size, size):
+        return images
+    return F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
+
+
+def shift(images: Tensor, offsets: Tensor) -> Tensor:
+    """Move each picture by its own offset, reflecting at the border: a crop of the reflect-padded picture.
+
+    y[b, :, i, j] = x[b, :, r(i + offsets[b, 0]), r(j + offsets[b, 1])] with r the reflection into 0..H-1, 0..W-1.
+
+    Args:
+        images: (B, 3, H, W), any dtype.
+        offsets: int64 (B, 2), rows and columns, each in 1-H..H-1; 0 leaves the picture where it is.
+
+    Returns:
+        (B, 3, H, W).
+
+    Example:
+        >>> picture = torch.tensor([1, 2, 3]).expand(1, 3, 3, 3)
+        >>> shift(picture, torch.tensor([[0, 1]]))[0, 0, 0]
+        tensor([2, 3, 2])
+    """
+    height, width = images.shape[-2:]
+    rows = _reflected(height, offsets[:, 0])
+    columns = _reflected(width, offsets[:, 1])
+    images = images.take_along_dim(rows[:, None, :, None], dim=2)
+    return images.take_along_dim(columns[:, None, None, :], dim=3)
+
+
+def mirror(images: Tensor, mirrored: Tensor) -> Tensor:
+    """Mirror the marked pictures, left to right.
+
+    Args:
+        images: (B, 3, H, W), any dtype.
+        mirrored: bool (B,).
+
+    Returns:
+        (B, 3, H, W).
+
+    Example:
+        >>> mirror(torch.tensor([1, 2, 3]).expand(2, 1, 1, 3), torch.tensor([True, False])).flatten(1)
+        tensor([[3, 2, 1],
+                [1, 2, 3]])
+    """
+    return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+
+
+def alternating_flip(indices: Tensor, epoch: int, seed: int = 0) -> Tensor:
+    """Which pictures to mirror: a coin for each in epoch 0, then in every epoch the other side.
+
+    Any two successive epochs show both sides of every picture; independent coins show the same side again half of the
+    time (Jordan 2024, https://arxiv.org/abs/2404.00498). The coin is a hash of (index, seed), so nothing is stored.
+
+    Args:
+        indices: int64 (B,), the pictures' places in their split.
+        epoch: the number of the epoch, from 0.
+        seed: of the coins.
+
+    Returns:
+        bool (B,).
+
+    Example:
+        >>> first, second, third = (alternating_flip(torch.arange(8), epoch) for epoch in range(3))
+        >>> bool((first != second).all()), bool((first == third).all())
+        (True, True)
+    """
+    word = 0xFFFFFFFF  # arithmetic modulo 2^32 in int64: a product that wraps at 2^64 has the right low 32 bits
+    x = (indices ^ _seed_of("flip", seed)) & word
+    for down, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # lowbias32, https://github.com/skeeto/hash-prospector
+        x = ((x ^ (x >> down)) * factor) & word
+    return (((x ^ (x >> 16)) + epoch) & 1).bool()
+
+
+class Draws(NamedTuple):
+    """What chance decided for each picture of a batch."""
+
+    offsets: Tensor  # int64 (B, 2): rows and columns to shift by
+    mirrored: Tensor  # bool (B,)
+    seeds: Tensor  # int64 (B,): for the torchvision transforms, which draw from torch's global generator
+
+    def rows(self, part: slice) -> "Draws":
+        """The draws for a part of the batch."""
+        return Draws(*(column[part] for column in self))
+
+
+FLIPS = ("random", "alternating", "none")
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How training pictures are varied. The default is the usual crop with padding 4 and flip.
+
+    The order: shift, mirror, RandAugment, erasing (all on uint8), normalisation, down-sampling.
+    RandAugment (Cubuk 2019, https://arxiv.org/abs/1909.13719) and erasing (Zhong 2017,
+    https://arxiv.org/abs/1708.04896) are torchvision's, applied to one picture after the other.
+
+    Args:
+        padding: the largest shift, in pixels; 0 for none.
+        flip: "random" (a coin for each picture and epoch), "alternating" (:func:`alternating_flip`) or "none".
+        rand_ops: operations of RandAugment for each picture; 0 for none.
+        rand_magnitude: their magnitude, 0..30.
+        erase: probability that a rectangle is painted over in the mean colour; 0 for never.
+        size: down-sample to size x size; None to keep the size.
+
+    Raises:
+        ValueError: a value that is not one of these.
+
+    Example:
+        >>> augmentation = Augmentation(padding=2, flip="alternating", size=16)
+        >>> images = torch.zeros(5, 3, 32, 32, dtype=torch.uint8)
+        >>> draws = augmentation.draw(torch.arange(5), epoch=3, batch=0, seed=0)
+        >>> augmentation(images, draws).shape
+        torch.Size([5, 3, 16, 16])
+    """
+
+    padding: int = 4
+    flip: str = "random"
+    rand_ops: int = 0
+    rand_magnitude: int = 9
+    erase: float = 0.0
+    size: int | None = None
+
+    def __post_init__(self):
+        _check_argument("padding", self.padding, 0 <= self.padding < SIDE, f"0..{SIDE - 1}")
+        _check_argument("flip", self.flip, self.flip in FLIPS, f"one of {', '.join(FLIPS)}")
+        _check_argument("rand_ops", self.rand_ops, self.rand_ops >= 0, ">= 0")
+        _check_argument("rand_magnitude", self.rand_magnitude, 0 <= self.rand_magnitude <= 30, "0..30")
+        _check_argument("erase", self.erase, 0 <= self.erase <= 1, "a probability, 0..1")
+        _check_argument("size", self.size, self.size is None or self.size >= 1, ">= 1, or None")
+
+    def draw(self, indices: Tensor, *, epoch: int, batch: int, seed: int) -> Draws:
+        """Draw for a whole batch, from (seed, epoch, batch) and, for alternating flips, the indices.
+
+        Args:
+            indices: int64 (B,), on the CPU.
+            epoch: its number, from 0.
+            batch: its number in the epoch, from 0.
+            seed: of the run.
+
+        Returns:
+            The :class:`Draws`, on the CPU whatever the device of the pictures.
+        """
+        count, generator = len(indices), _generator("augment", seed, epoch, batch)
+        offsets = torch.randint(-self.padding, self.padding + 1, (count, 2), generator=generator)
+        coins = torch.randint(2, (count,), generator=generator).bool()
+        seeds = torch.randint(2**62, (count,), generator=generator)
+        if self.flip == "alternating":
+            coins = alternating_flip(indices, epoch, seed)
+        return Draws(offsets, coins & (self.flip != "none"), seeds)
+
+    def __call__(self, images: Tensor, draws: Draws) -> Tensor:
+        """Augment and normalise.
+
+        Args:
+            images: uint8 (B, 3, H, W).
+            draws: for these B pictures.
+
+        Returns:
+            float32 (B, 3, size, size), on the device of the images.
+        """
+        images = shift(images, draws.offsets.to(images.device))
+        images = mirror(images, draws.mirrored.to(images.device))
+        if self.rand_ops or self.erase:
+            images = _each(self._transform(), images, draws.seeds)
+        images = normalize(images)
+        return images if self.size is None else downsample(images, self.size)
+
+    def _transform(self) -> v2.Transform:
+        mean_colour = [round(255 * value) for value in MEAN]
+        return v2.Compose([
+            v2.RandAugment(self.rand_ops, self.rand_magnitude, fill=mean_colour),
+            v2.RandomErasing(self.erase, value=mean_colour),
+        ])  # fmt: skip
+
+
+# Batches ------------------------------------------------------------------------------------------------------------
+
+
+class Batch(NamedTuple):
+    """One batch, or one rank's part of it, on the split's device."""
+
+    images: Tensor  # float32 (B, 3, H, W), normalised
+    labels: Tensor  # int64 (B,)
+    indices: Tensor  # int64 (B,): places in the split
+
+
+def batches_per_epoch(count: int, batch_size: int, drop_last: bool = False) -> int:
+    """How many batches an epoch of `count` pictures has.
+
+    Example:
+        >>> batches_per_epoch(50_000, 128), batches_per_epoch(50_000, 128, drop_last=True)
+        (391, 390)
+    """
+    return count // batch_size if drop_last else -(-count // batch_size)
+
+
+def batches(
+    split: Split,
+    batch_size: int,
+    *,
+    epoch: int = 0,
+    seed: int = 0,
+    start: int = 0,
+    augmentation: Augmentation | None = None,
+    shuffle: bool = True,
+    drop_last: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[Batch]:
+    """The batches of one epoch, from batch `start` on.
+
+    Batch k depends on (seed, epoch, k) alone: starting at k gives bitwise the batches that an uninterrupted epoch
+    gives from there, and the ranks' parts, joined in the order of the ranks, are bitwise the batch of one process.
+
+    Args:
+        split: what to draw from.
+        batch_size: pictures in a batch, all ranks together.
+        epoch: its number, from 0: another epoch, another permutation.
+        seed: of the permutation and the augmentation.
+        start: the first batch to give.
+        augmentation: without one, pictures are only normalised.
+        shuffle: whether to permute; for evaluation, don't.
+        drop_last: leave out a last batch that is not full. Otherwise its parts may differ by a picture between ranks,
+            and some may be empty.
+        rank: which part of every batch to give.
+        world_size: into how many parts every batch is cut; divides batch_size.
+
+    Returns:
+        An iterator of :class:`Batch`.
+
+    Raises:
+        ValueError: at the call, for an argument out of range or an epoch without a batch.
+
+    Example:
+        >>> split = Split(torch.zeros(10, 3, 32, 32, dtype=torch.uint8), torch.arange(10))
+        >>> [len(images) for images, labels, indices in batches(split, 4)]
+        [4, 4, 2]
+        >>> parts = [next(batches(split, 4, start=1, rank=rank, world_size=2)).indices for rank in (0, 1)]
+        >>> bool((torch.cat(parts) == next(batches(split, 4, start=1)).indices).all())
+        True
+    """
+    _check_argument("batch_size", batch_size, batch_size >= 1, ">= 1")
+    _check_argument("world_size", world_size, world_size >= 1, ">= 1")
+    _check_argument("batch_size", batch_size, batch_size % world_size == 0, f"a multiple of world_size={world_size}")
+    _check_argument("rank", rank, 0 <= rank < world_size, f"0..{world_size - 1}")
+    stop = batches_per_epoch(len(split), batch_size, drop_last)
+    if not stop:
+        raise ValueError(f"an epoch of {len(split)} pictures has no batch of {batch_size} (drop_last={drop_last})")
+    _check_argument("start", start, 0 <= start <= stop, f"0..{stop}, the batches of an epoch")
+    order = torch.arange(len(split))
+    if shuffle:
+        order = torch.randperm(len(split), generator=_generator("order", seed, epoch))
+
+    def generate() -> Iterator[Batch]:
+        for k in range(start, stop):
+            indices = order[k * batch_size : (k + 1) * batch_size]
+            part = _part(len(indices), rank, world_size)
+            rows = indices[part].to(split.images.device)
+            images, labels = split.images[rows], split.labels[rows]
+            if augmentation is None:
+                images = normalize(images)
+            else:
+                draws = augmentation.draw(indices, epoch=epoch, batch=k, seed=seed)
+                images = augmentation(images, draws.rows(part))
+            yield Batch(images, labels, rows)
+
+    return generate()
+
+
+# Chance -------------------------------------------------------------------------------------------------------------
+
+PURPOSES = ("held_out", "order", "augment", "flip")  # each its own streams, so that equal seeds don't correlate
+
+
+def _seed_of(purpose: str, seed: int, epoch: int = 0, batch: int = 0) -> int:
+    """A 32-bit seed. (A CPU generator of torch uses no more of its seed than that.)"""
+    for name, value in (("seed", seed), ("epoch", epoch), ("batch", batch)):
+        _check_argument(name, value, 0 <= value < 2**32, "0..2^32-1")
+    key = (PURPOSES.index(purpose), seed, epoch, batch)
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+def _generator(purpose: str, *key: int) -> torch.Generator:
+    return torch.Generator().manual_seed(_seed_of(purpose, *key))
+
+
+def _reflected(length: int, offsets: Tensor) -> Tensor:
+    """(B, length): the places offset .. offset + length - 1, reflected into 0..length-1 (borders are not repeated)."""
+    places = (torch.arange(length, device=offsets.device) + offsets[:, None]).abs()
+    return (length - 1) - ((length - 1) - places).abs()
+
+
+def _each(transform: Callable[[Tensor], Tensor], images: Tensor, seeds: Tensor) -> Tensor:
+    """Apply a torchvision transform to each picture under its own seed, leaving the global generator as it was."""
+    if not len(images):
+        return images
+    done = []
+    with torch.random.fork_rng(devices=[]):
+        for image, seed in zip(images, seeds.tolist(), strict=True):
+            # not torch.manual_seed, which would reseed the GPUs too, and with them dropout
+            torch.default_generator.manual_seed(seed)
+            done.append(transform(image))
+    return torch.stack(done)
+
+
+def _part(count: int, rank: int, world_size: int) -> slice:
+    """The rank's share of `count` pictures: contiguous, sizes differ by at most one."""
+    return slice(count * rank // world_size, count * (rank + 1) // world_size)
+
+
+def _check_argument(name: str, value: object, good: bool, allowed: str) -> None:
+    if not good:
+        raise ValueError(f"{name} must be {allowed}; got {value!r}")
+
+
+# Sources ------------------------------------------------------------------------------------------------------------
+
+
+def _folder(root: str | os.PathLike | None) -> tuple[Path, str]:
+    """The folder to look in, and how we came to it."""
+    if root is not None:
+        return Path(root).expanduser(), "given as root"
+    if root := os.environ.get("RECURRENT_VIT_DATA"):
+        return Path(root).expanduser(), "from RECURRENT_VIT_DATA"
+    return Path(torch.hub.get_dir()).parent / "datasets", "torch's cache; neither root nor RECURRENT_VIT_DATA is set"
+
+
+def _not_found(folder: Path, origin: str, split: str) -> str:
+    state = "" if folder.is_dir() else ", which is not a folder" if folder.exists() else ", which does not exist"
+    looked_for = "\n".join(f"  - {layout.looks.format(split=split)}" for layout in LAYOUTS)
+    return (
+        f"CIFAR-100 ({split}) was not found in {folder} ({origin}){state}. Looked there for\n{looked_for}\n"
+        "Name a folder that holds one of these (root, or the environment variable RECURRENT_VIT_DATA), or have it "
+        "fetched: by torchvision with download=True, or from the Hub with\n"
+        "  hf download uoft-cs/cifar100 --repo-type dataset --local-dir FOLDER"
+    )
+
+
+def _download(folder: Path) -> None:
+    try:
+        CIFAR100(folder, download=True)
+    except (OSError, RuntimeError) as error:  # no network, no space, not writable; an archive whose md5 differs
+        raise OSError(f"could not download {CIFAR100.url} into {folder}: {error}") from error
+
+
+def _check_labels(labels: Sequence[int], split: str, source: object) -> None:
+    """Refuse another number of pictures, a label out of range, or classes of unequal size."""
+    array, classes = np.asarray(labels), len(FINE_NAMES)
+    if len(array) != ROWS[split]:
+        raise ValueError(f"{source}: {len(array)} pictures, expected {ROWS[split]} for {split}")
+    if len(bad := np.flatnonzero((array < 0) | (array >= classes))):
+        raise ValueError(f"{source}: row {bad[0]} has label {array[bad[0]]}, expected 0..{classes - 1}")
+    counts, expected = np.bincount(array, minlength=classes), ROWS[split] // classes
+    if len(bad := np.flatnonzero(counts != expected)):
+        raise ValueError(f"{source}: {counts[bad[0]]} pictures of {FINE_NAMES[bad[0]]}, expected {expected}")
+
+
+def _split(pixels: np.ndarray, labels: Sequence[int]) -> Split:
+    images = rearrange(torch.from_numpy(pixels), "n h w c -> n c h w").contiguous()
+    return Split(images, torch.tensor(labels, dtype=torch.int64))
+
+
+def _decode(where: str, source: bytes | Path) -> np.ndarray:
+    """uint8 (32, 32, 3) from a PNG. (Pillow and torchvision.io take the same time: 0.08 ms, threads gain nothing.)"""
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=("PNG",)) as picture:
+            found = f"{picture.mode} {picture.width}x{picture.height}"
+            pixels = np.asarray(picture) if found == f"RGB {SIDE}x{SIDE}" else None
+    except Exception as error:  # whatever a decoder raises on bad bytes
+        raise ValueError(f"{where}: not a readable PNG ({error})") from error
+    if pixels is None:
+        raise ValueError(f"{where}: a picture of {found}, expected RGB {SIDE}x{SIDE}")
+    return pixels
+
+
+def _decode_all(pictures: Sequence[tuple[str, bytes | Path]], split: str) -> np.ndarray:
+    """uint8 (N, 32, 32, 3) from (where, PNG) pairs, with a progress bar on terminals if it takes over two seconds."""
+    from tqdm import tqdm
+
+    pixels = np.empty((len(pictures), SIDE, SIDE, 3), dtype=np.uint8)
+    bar = tqdm(pictures, desc=f"CIFAR-100 {split}", unit="img", delay=2, leave=False, disable=None)
+    for row, (where, source) in enumerate(bar):
+        pixels[row] = _decode(where, source)
+    return pixels
+
+
+def _find_parquet(folder: Path, split: str) -> list[Path]:
+    return sorted(folder.glob(f"{split}-*.parquet")) or sorted(folder.glob(f"cifar100/{split}-*.parquet"))
+
+
+def _read_parquet(found: list[Path], split: str) -> Split:
+    pictures, fine, coarse = [], [], []
+    for path in found:
+        table = _read_table(path)
+        pictures += [(f"{path}: row {row}", png) for row, png in enumerate(table["bytes"].to_pylist())]
+        fine += table["fine_label"].to_pylist()
+        coarse += table["coarse_label"].to_pylist()
+    source = ", ".join(map(str, found))
+    _check_labels(fine, split, source)
+    if wrong := [row for row, label in enumerate(fine) if coarse[row] != COARSE_OF_FINE[label]]:
+        name, expected = FINE_NAMES[fine[wrong[0]]], COARSE_OF_FINE[fine[wrong[0]]]
+        raise ValueError(f"{source}: row {wrong[0]} ({name}) has coarse label {coarse[wrong[0]]}, expected {expected}")
+    return _split(_decode_all(pictures, split), fine)
+
+
+PARQUET = {"img": "struct<bytes: binary, path: string>", "fine_label": "int64", "coarse_label": "int64"}
+
+
+def _read_table(path: Path) -> Any:
+    """A pyarrow table with the columns bytes, fine_label, coarse_label."""
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise ImportError(f'reading {path} needs pyarrow: pip install "recurrent-vit[train]"') from error
+
+    try:
+        schema = pq.read_schema(path)
+        found = {name: str(schema.field(name).type) for name in schema.names}
+        if not PARQUET.items() <= found.items():
+            raise ValueError(f"{path}: columns {found}, expected {PARQUET}")
+        table = pq.read_table(path, columns=list(PARQUET)).flatten()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path}: not a readable parquet file, truncated perhaps ({error})") from error
+    table = table.rename_columns([name.removeprefix("img.") for name in table.column_names]).drop_columns(["path"])
+    if missing := {name: table[name].null_count for name in table.column_names if table[name].null_count}:
+        raise ValueError(f"{path}: missing values {missing}, expected none")
+    return table
+
+
+def _find_torchvision(folder: Path, split: str) -> list[Path]:
+    inside = folder if folder.name == CIFAR100.base_folder else folder / CIFAR100.base_folder
+    return [inside] if inside.is_dir() else []
+
+
+def _read_torchvision(found: list[Path], split: str) -> Split:
+    folder = found[0]
+    try:
+        dataset = CIFAR100(folder.parent, train=split == "train")
+    except RuntimeError as error:
+        files = [*CIFAR100.train_list, *CIFAR100.test_list, (CIFAR100.meta["filename"], CIFAR100.meta["md5"])]
+        bad = [name for name, md5 in files if not check_integrity(folder / name, md5)]
+        raise ValueError(
+            f"{folder}: missing, or of another md5 sum than torchvision expects: {', '.join(bad)}. "
+            "Delete the folder and fetch it again, with download=True"
+        ) from error
+    _check_labels(dataset.targets, split, folder)
+    return _split(dataset.data, dataset.targets)
+
+
+def _find_folders(folder: Path, split: str) -> list[Path]:
+    return [folder / split] if (folder / split).is_dir() else []
+
+
+def _read_folders(found: list[Path], split: str) -> Split:
+    folder = found[0]
+    names = {path.name for path in folder.iterdir() if path.is_dir()}
+    if names != set(FINE_NAMES):
+        missing, foreign = sorted(set(FINE_NAMES) - names), sorted(names - set(FINE_NAMES))
+        raise ValueError(
+            f"{folder}: expected a folder for each of the {len(FINE_NAMES)} classes; "
+            f"{len(missing)} missing {missing[:3]}, {len(foreign)} foreign {foreign[:3]}"
+        )
+    files = [(label, path) for label, name in enumerate(FINE_NAMES) for path in sorted((folder / name).glob("*.png"))]
+    labels = [label for label, _ in files]
+    _check_labels(labels, split, folder)
+    return _split(_decode_all([(str(path), path) for _, path in files], split), labels)
+
+
+class Layout(NamedTuple):
+    """One way in which the set lies in a folder."""
+
+    looks: str
+    find: Callable[[Path, str], list[Path]]  # what of it is there: files or folders, or nothing
+    read: Callable[[list[Path], str], Split]
+
+
+LAYOUTS = (
+    Layout("{split}-*.parquet or cifar100/{split}-*.parquet, as on the Hub", _find_parquet, _read_parquet),
+    Layout("cifar-100-python/, torchvision's", _find_torchvision, _read_torchvision),
+    Layout("{split}/<class name>/*.png, a folder for each class", _find_folders, _read_folders),
+)
