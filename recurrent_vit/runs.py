@@ -1,0 +1,307 @@
+"""The folder of a training run: checkpoints that survive, a history, a result.
+
+    runs/x/run.json                          what was asked for and, at the end, what came out
+    runs/x/history.jsonl                     a line every few seconds: update, loss, learning rate, speed
+    runs/x/checkpoint-00001200-1f2e3d4c.pt   update number and the head of the file's sha256; the last two are kept
+    runs/x/model.safetensors                 the result
+    runs/x/history.png                       the learning curve
+
+Every file is written beside its place, flushed to the disk, and renamed: a process that dies leaves the old file or the
+new one, never half of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import os
+import platform
+import re
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from .recipes import PFLOP, Leg
+
+__all__ = [
+    "Reporter", "find_checkpoints", "load_checkpoint", "open_folder", "place", "plot_history", "read_history",
+    "save_checkpoint", "stop_signals", "versions", "write_atomically", "write_result",
+]  # fmt: skip
+
+KEPT = 2
+LOG_SECONDS = 5.0
+HISTORY = "history.jsonl"
+_NAME = re.compile(r"checkpoint-(\d{8})-([0-9a-f]{8})\.pt")
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Let `write` fill a file beside `path`, flush it to the disk, and rename it to `path`.
+
+    Raises:
+        OSError: The disk is full or the folder cannot be written; `path` is then as it was, and nothing else is left.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def place() -> tuple[int, int]:
+    """(rank, world size) of this process: (0, 1) unless torch.distributed is initialised."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def open_folder(path: str | Path, resume: bool) -> Path:
+    """Make the folder of a run, or find the one to resume.
+
+    Raises:
+        FileExistsError: It holds a run, and `resume` is false.
+        NotADirectoryError, PermissionError: It cannot be made, or not written to.
+    """
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in folder.glob(".*.part"):  # of a process that was killed while it wrote
+        part.unlink()
+    write_atomically(folder / ".writable", lambda file: None)
+    (folder / ".writable").unlink(missing_ok=True)
+    if not resume and (find_checkpoints(folder) or (folder / HISTORY).exists()):
+        raise FileExistsError(f"{folder} holds a run already; give --resume to go on with it, or another --out")
+    return folder
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[Callable[[], str]]:
+    """While entered, SIGTERM and SIGINT are noted instead of ending the process; yields what tells of one.
+
+    The function it yields gives the name of the signal that came, to any of the processes, or "".
+    """
+    came: list[int] = []
+
+    def stopped() -> str:
+        number = torch.tensor(came[-1] if came else 0)
+        if dist.is_initialized():
+            dist.all_reduce(number, dist.ReduceOp.MAX)
+        return signal.Signals(int(number)).name if number else ""
+
+    def note(number: int, frame: object) -> None:
+        if came:  # a second one does not wait
+            signal.default_int_handler(number, None)
+        came.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that a result depends on."""
+    packages = ("recurrent-vit", "torch", "timm")
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}}
+
+
+def save_checkpoint(folder: Path, update: int, state: dict[str, Any]) -> None:
+    """Write the state after `update` updates, then remove all but the last two checkpoints (first process only)."""
+    if place()[0] != 0:
+        return
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    content = buffer.getbuffer()
+    path = folder / f"checkpoint-{update:08d}-{hashlib.sha256(content).hexdigest()[:8]}.pt"
+    write_atomically(path, lambda file: file.write(content))
+    for old in find_checkpoints(folder)[:-KEPT]:
+        old.unlink()
+
+
+def find_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints of a run, oldest first."""
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint and check it against the sum in its name. Tensors and plain containers only: no code is run.
+
+    Raises:
+        ValueError: The content is not what was written; says which file, both sums, and what to do.
+    """
+    match = _NAME.fullmatch(path.name)
+    content = path.read_bytes()
+    found = hashlib.sha256(content).hexdigest()[:8]
+    if match is None or match[2] != found:
+        raise ValueError(
+            f"{path} is damaged or not a checkpoint of ours: its sha256 begins with {found}, its name says "
+            f"{match[2] if match else 'nothing'}; remove it to resume from the checkpoint before it"
+        )
+    state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    return state
+
+
+def write_result(folder: Path, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    """Write model.safetensors and run.json, the result of a run."""
+    if place()[0] == 0:
+        content = safetensors.torch.save(weights, metadata={"format": "pt"})
+        write_atomically(folder / "model.safetensors", lambda file: file.write(content))
+        text = json.dumps({**facts, "versions": versions()}, indent=2) + "\n"
+        write_atomically(folder / "run.json", lambda file: file.write(text.encode()))
+        plot_history(folder)
+
+
+# ---- history ---------------------------------------------------------------------------------------------------------
+
+
+class Reporter:
+    """Shows the progress of a run and writes its history, a line every few seconds.
+
+    Use as a context manager; call it after every update. The loss is looked at (on a GPU: waited for) only when a line
+    is due.
+    """
+
+    def __init__(self, folder: Path, plan: list[Leg], leg: int, update: int, seconds: float) -> None:
+        self.folder, self.plan, self.main = folder, plan, place()[0] == 0
+        self.total = sum(leg.updates for leg in plan)
+        self.losses: list[Tensor] = []
+        self.last = self.now = self._at(leg, update, seconds)
+        self.bar = tqdm(
+            total=round(sum(leg.flop for leg in plan) / 1e9),
+            initial=round(self.last.flop / 1e9),
+            unit="GFLOP", unit_scale=True, dynamic_ncols=True, disable=not self.main,
+        )  # fmt: skip
+        if self.main:
+            cut_history(folder, self.done)
+
+    @property
+    def done(self) -> int:
+        """Updates since the beginning of the run."""
+        return self.now.update
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def __call__(self, leg: int, update: int, loss: Tensor, seconds: float, learning_rate: float) -> None:
+        self.now, self.learning_rate = self._at(leg, update, seconds), learning_rate
+        self.losses.append(loss)
+        if seconds - self.last.seconds >= LOG_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the line that is due.
+
+        Raises:
+            FloatingPointError: A loss since the last line is not finite.
+        """
+        if not self.losses:
+            return
+        loss = torch.stack(self.losses).mean().item()
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss is {loss} between update {self.last.update + 1} and {self.done}; the last checkpoint in "
+                f"{self.folder} is from before: a smaller learning rate, or fp32 precision, may help"
+            )
+        flop, seconds = self.now.flop - self.last.flop, max(self.now.seconds - self.last.seconds, 1e-9)
+        row = {
+            "update": self.done,
+            "leg": self.now.leg,
+            "size": self.plan[self.now.leg].phase.size,
+            "epoch": round(self.now.epoch, 3),
+            "pflop": round(self.now.flop / PFLOP, 6),
+            "seconds": round(self.now.seconds, 2),
+            "loss": round(loss, 5),
+            "learning_rate": round(self.learning_rate, 5),
+            "images_per_second": round(flop / self.plan[self.now.leg].flop_per_image / seconds, 1),
+            "gflop_per_second": round(flop / seconds / 1e9, 1),
+        }
+        if self.main:
+            append_history(self.folder, row)
+        shown = {"px": row["size"], "loss": row["loss"], "lr": row["learning_rate"], "img/s": row["images_per_second"]}
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update(round(self.now.flop / 1e9) - self.bar.n)
+        self.last, self.losses = self.now, []
+
+    def _at(self, leg: int, update: int, seconds: float) -> _Position:
+        row = self.plan[leg]
+        done = sum(leg.updates for leg in self.plan[:leg]) + update
+        return _Position(
+            leg, done, row.spent + update * row.flop_per_update, row.first_epoch + update / row.per_epoch, seconds
+        )
+
+
+@dataclass(frozen=True)
+class _Position:
+    leg: int
+    update: int
+    flop: int
+    epoch: float
+    seconds: float
+
+
+def append_history(folder: Path, row: dict[str, Any]) -> None:
+    """Add a line to the history."""
+    with (folder / HISTORY).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read_history(folder: Path) -> Iterator[dict[str, Any]]:
+    """The lines of the history, up to one that a killed process left incomplete."""
+    path = folder / HISTORY
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            return
+
+
+def cut_history(folder: Path, update: int) -> None:
+    """Forget the lines after `update`: a resumed run writes them again."""
+    rows = [row for row in read_history(folder) if row["update"] <= update]
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    write_atomically(folder / HISTORY, lambda file: file.write(text))
+
+
+def plot_history(folder: Path) -> None:
+    """Draw the learning curve of a run into history.png: loss against compute, the legs apart.
+
+    Raises:
+        ImportError: matplotlib is missing; says how to install it.
+    """
+    figure_module = _matplotlib()
+    rows = list(read_history(folder))
+    figure = figure_module.Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for leg in sorted({row["leg"] for row in rows}):
+        part = [row for row in rows if row["leg"] == leg]
+        axes.plot([row["pflop"] for row in part], [row["loss"] for row in part], label=f"{part[0]['size']} px")
+    axes.set(xlabel="compute, PFLOP", ylabel="training loss, nats")
+    axes.grid(alpha=0.3)
+    axes.legend(title="pictures")
+    write_atomically(folder / "history.png", lambda file: figure.savefig(file, format="png", dpi=150))
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib.figure
+    except ImportError as error:
+        raise ImportError('drawing needs matplotlib: pip install "recurrent-vit[train]"') from error
+    return matplotlib.figure

@@ -1,0 +1,418 @@
+"""Train a model of the zoo on CIFAR-100 by a recipe: `fit`, what `recurrent-vit train` calls.
+
+What is notable:
+
+- A run is a list of legs (`recipes.make_plan`). Each builds the model with its own number of steps or blocks and takes
+  over weights and optimizer state from the leg before, scaled so that more and smaller steps follow the same flow.
+- Chance comes from the seed and the place alone: (seed, epoch, batch) for the data, (seed, update, process) for
+  dropout. A run that is killed and resumed ends with bitwise the weights of one that was not (same machine, threads).
+- The learning rate is a function of the compute spent, not of updates or epochs.
+- Under torchrun every process takes its part of each batch, and gradients are averaged once an update.
+- Optimizers, moving average and the interpolation of positions are timm's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from timm.optim import Muon
+from timm.utils import ModelEmaV3
+from torch import Tensor
+
+from . import cifar, runs
+from .losses import average_gradients, backward_stages
+from .model import RecurrentVisionTransformer
+from .recipes import PFLOP, Leg, Recipe, make_plan
+
+__all__ = ["Interrupted", "fit", "grow", "make_optimizer", "whiten"]
+
+MUON: dict[str, Any] = {
+    "momentum": 0.95, "nesterov": True, "ns_steps": 3, "ns_coefficients": "original", "adjust_lr_fn": "match_rms_adamw"
+}  # fmt: skip
+MUON_WARMUP = (0.85, 300)  # momentum at the first update, and the updates it takes to rise
+
+
+class Interrupted(RuntimeError):
+    """The run was asked to stop, and its state is written."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a run was asked for."""
+
+    name: str
+    model_kwargs: dict[str, Any]
+    recipe: Recipe
+    plan: list[Leg]
+    train: cifar.Split
+    seed: int
+    device: torch.device
+    precision: str
+    compile: bool
+
+    def build(self, leg: Leg) -> RecurrentVisionTransformer:
+        """The model of a leg; its positions are interpolated to the size of the pictures in the forward pass."""
+        kwargs = {
+            **self.model_kwargs,
+            **leg.model_args,
+            "dynamic_img_size": True,
+            "proj_drop_rate": self.recipe.dropout,
+        }
+        model: Any = timm.create_model(self.name, **kwargs)
+        return model.to(self.device).train()
+
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree in, to be resumed."""
+        return {
+            "name": self.name,
+            "model_kwargs": self.model_kwargs,
+            "recipe": repr(self.recipe),
+            "pflop": sum(leg.flop for leg in self.plan) / PFLOP,
+            "seed": self.seed,
+            "images": len(self.train),
+            "precision": self.precision,
+        }
+
+
+@dataclass
+class State:
+    """Where a run stands: its leg, the updates done in it, and what they made."""
+
+    leg: int
+    update: int
+    model: RecurrentVisionTransformer
+    optimizer: torch.optim.Optimizer
+    ema: ModelEmaV3 | None
+    seconds: float = 0.0
+
+
+def fit(
+    name: str,
+    recipe: Recipe,
+    train: cifar.Split,
+    out: str | Path,
+    *,
+    seed: int = 0,
+    pflop: float | None = None,
+    device: str = "cpu",
+    precision: str | None = None,
+    compile: bool = False,
+    resume: bool = False,
+    checkpoint_seconds: float = 300.0,
+    model_kwargs: dict[str, Any] | None = None,
+) -> RecurrentVisionTransformer:
+    """Train, leaving checkpoints, history and weights in the folder `out` (see `runs`).
+
+    Args:
+        name: A name of the zoo.
+        recipe: How.
+        train: On what: uint8 pictures and labels.
+        out: Folder of the run; new or empty, unless `resume`.
+        seed: Of initial weights, order, augmentation and dropout.
+        pflop: Compute to spend, in units of 1e15 FLOP; default the recipe's.
+        device: "cpu", "cuda", "cuda:1".
+        precision: "fp32", or "bf16" for autocast over fp32 weights; default bf16 on CUDA, fp32 elsewhere.
+        compile: Compile the blocks, in place.
+        resume: Go on from the last checkpoint in `out`, or start if there is none.
+        checkpoint_seconds: Least time between two checkpoints; 0 writes one after every update.
+        model_kwargs: Arguments of `timm.create_model`.
+
+    Returns:
+        The trained model in evaluation mode, with the weights that the recipe publishes.
+
+    Raises:
+        FileExistsError: `out` holds a run, and `resume` is false.
+        ValueError: A checkpoint is damaged, or of another run than the one asked for.
+        FloatingPointError: The loss is not finite; the last checkpoint is from before.
+        Interrupted: SIGTERM or SIGINT came; a checkpoint of that moment is written.
+        OSError: The disk is full or the folder cannot be written; the checkpoints that are there stay whole.
+    """
+    precision = precision or ("bf16" if device.startswith("cuda") else "fp32")
+    model_kwargs = dict(model_kwargs or {})
+    plan = make_plan(name, recipe, len(train), pflop, **model_kwargs)
+    job = Job(name, model_kwargs, recipe, plan, train.to(device), seed, torch.device(device), precision, compile)
+    folder = runs.open_folder(out, resume)
+    state = _resume(job, folder) or _start(job)
+    saved = time.monotonic()
+    with runs.Reporter(folder, plan, state.leg, state.update, state.seconds) as report, runs.stop_signals() as stopped:
+        for loss in _updates(job, state):
+            report(state.leg, state.update, loss, state.seconds, _learning_rate(job, state))
+            signal = stopped()
+            if signal or state.update == plan[state.leg].updates or time.monotonic() - saved >= checkpoint_seconds:
+                report.flush()
+                runs.save_checkpoint(folder, report.done, _pack(job, state))
+                saved = time.monotonic()
+            if signal:
+                raise Interrupted(
+                    f"stopped by {signal} after update {report.done} of {report.total}; --resume goes on from there"
+                )
+    return _finish(job, state, folder)
+
+
+def _updates(job: Job, state: State) -> Iterator[Tensor]:
+    """Train `state` to the end of the plan; gives the loss of every update."""
+    while True:
+        leg = job.plan[state.leg]
+        if job.compile:
+            for block in state.model.blocks:
+                block.compile()
+        for batch in _batches(job, leg, state.update):
+            begin = time.perf_counter()
+            loss = _update(job, state, batch)
+            state.update += 1
+            state.seconds += time.perf_counter() - begin
+            yield loss
+        if state.leg + 1 == len(job.plan):
+            return
+        _enter_next_leg(job, state)
+
+
+def _batches(job: Job, leg: Leg, start: int) -> Iterator[cifar.Batch]:
+    """The batches of a leg from its update `start` on, epoch after epoch; this process's part of each."""
+    size = leg.phase.batch_size
+    per_epoch = cifar.batches_per_epoch(len(job.train), size, drop_last=True)
+    rank, world_size = runs.place()
+    while start < leg.updates:
+        epoch, first = divmod(start, per_epoch)
+        stream = cifar.batches(
+            job.train,
+            size,
+            epoch=leg.first_epoch + epoch,
+            seed=job.seed,
+            start=first,
+            augmentation=job.recipe.augmentation(leg.phase),
+            drop_last=True,
+            rank=rank,
+            world_size=world_size,
+        )
+        for batch in islice(stream, leg.updates - start):
+            start += 1
+            yield batch
+
+
+def _update(job: Job, state: State, batch: cifar.Batch) -> Tensor:
+    """One optimizer step on one batch, in micro-batches; returns the loss, not yet waited for."""
+    leg, recipe = job.plan[state.leg], job.recipe
+    _set_rates(job, state)
+    torch.manual_seed(_dropout_seed(job, state))
+    state.optimizer.zero_grad(set_to_none=True)
+    autocast = torch.bfloat16 if job.precision == "bf16" else None
+    loss = torch.zeros((), device=job.device)
+    for images, labels in zip(batch.images.split(leg.phase.micro_batch), batch.labels.split(leg.phase.micro_batch)):
+        share = len(images) / len(batch.images)
+        stage_loss, _ = backward_stages(
+            state.model, images, labels, label_smoothing=recipe.label_smoothing, scale=share, autocast=autocast
+        )
+        loss += share * stage_loss
+    average_gradients(state.model)
+    if recipe.clip is not None:
+        rest = [p for group in state.optimizer.param_groups if group.get("use_fallback", True) for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(rest, recipe.clip)
+    state.optimizer.step()
+    if state.ema is not None:
+        state.ema.update(state.model, step=state.update + 1)
+    return loss
+
+
+def _learning_rate(job: Job, state: State) -> float:
+    leg = job.plan[state.leg]
+    spent = leg.spent + state.update * leg.flop_per_update
+    return job.recipe.learning_rate(spent / sum(leg.flop for leg in job.plan))
+
+
+def _set_rates(job: Job, state: State) -> None:
+    factor = _learning_rate(job, state)
+    start, rise = MUON_WARMUP
+    for group in state.optimizer.param_groups:
+        group["lr"] = factor * group["initial_lr"]
+        if not group.get("use_fallback", True):
+            group["momentum"] = start + (MUON["momentum"] - start) * min(1.0, _done(job, state) / rise)
+
+
+def _done(job: Job, state: State) -> int:
+    """Updates since the beginning of the run."""
+    return sum(leg.updates for leg in job.plan[: state.leg]) + state.update
+
+
+def _dropout_seed(job: Job, state: State) -> int:
+    rank, _ = runs.place()
+    return int(np.random.SeedSequence((job.seed, _done(job, state), rank)).generate_state(1)[0])
+
+
+# ---- from leg to leg -------------------------------------------------------------------------------------------------
+
+
+def _start(job: Job) -> State:
+    torch.manual_seed(job.seed)
+    model = job.build(job.plan[0])
+    if job.recipe.whiten:
+        whiten(model, cifar.normalize(job.train.images[:5000]))
+    head: Any = model.head
+    with torch.no_grad():
+        head.weight.mul_(job.recipe.head_scale)
+    return _state(job, 0, model)
+
+
+def _state(job: Job, leg: int, model: RecurrentVisionTransformer) -> State:
+    recipe, ema = job.recipe, None
+    if job.plan[leg].phase.ema:
+        ema = ModelEmaV3(
+            model, decay=recipe.ema_decay, use_warmup=recipe.ema_warmup, warmup_gamma=10.0, warmup_power=1.0
+        )
+    return State(leg, 0, model, make_optimizer(model, recipe), ema)
+
+
+def _enter_next_leg(job: Job, state: State) -> None:
+    model = job.build(job.plan[state.leg + 1])
+    sources = grow(state.model, model)
+    new = _state(job, state.leg + 1, model)
+    before, after = dict(state.model.named_parameters()), dict(model.named_parameters())
+    for name, source in sources.items():
+        new.optimizer.state[after[name]] = {
+            key: value.clone() if isinstance(value, Tensor) else value
+            for key, value in state.optimizer.state[before[source]].items()
+        }
+    new.seconds = state.seconds
+    vars(state).update(vars(new))
+
+
+@torch.no_grad()
+def grow(old: RecurrentVisionTransformer, new: RecurrentVisionTransformer) -> dict[str, str]:
+    """Give `new`, which takes more steps or has more blocks, the flow of `old` in smaller steps.
+
+    Weights are copied, those of a block from the block that stands at its place in the shorter stack. What a step adds
+    to the state is scaled by the ratio of the times the two models take, steps times step size: the last linear layers
+    of attention and gate carry the factor. (For small steps this is the same flow; for the ones here it is near it.)
+
+    Returns:
+        For the name of each parameter of `new`, the name of the one in `old` that it came from.
+
+    Example:
+        >>> old, new = (timm.create_model("vit_cifar", depth=d, embed_dim=16, num_heads=2) for d in (2, 4))
+        >>> sources = grow(old, new)
+        >>> sources["blocks.3.attn.proj.weight"]
+        'blocks.1.attn.proj.weight'
+        >>> torch.equal(new.blocks[3].attn.proj.weight, old.blocks[1].attn.proj.weight / 2)
+        True
+    """
+    factor = _time(old) / _time(new)
+    parameters = dict(old.named_parameters())
+    sources = {}
+    for name, parameter in new.named_parameters():
+        source = name
+        if name.startswith("blocks."):
+            _, block, rest = name.split(".", 2)
+            source = f"blocks.{int(block) * old.depth // new.depth}.{rest}"
+        parameter.copy_(parameters[source])
+        if ".attn.proj." in name or ".mlp.fc2." in name:
+            parameter.mul_(factor)
+        sources[name] = source
+    return sources
+
+
+def _time(model: RecurrentVisionTransformer) -> float:
+    return model.depth * model.steps * model.stages * model.step_size
+
+
+@torch.no_grad()
+def whiten(model: RecurrentVisionTransformer, images: Tensor, epsilon: float = 5e-4) -> None:
+    """Start the patch embedding as a whitening of the patches of `images`, in random directions.
+
+    W = s R diag(L + epsilon)^(-1/2) U^T with U, L the eigenvectors and eigenvalues of the patches' covariance, R random
+    and semi-orthogonal, and s such that the tokens keep the deviation that the default initial weights give them.
+
+    Args:
+        model: Its patch embedding is changed in place; it stays trainable.
+        images: Normalised training pictures (N, in_chans, H, W), of any size that patches divide.
+        epsilon: Keeps directions without variance from being blown up.
+    """
+    embed = model.patch_embed.proj
+    patches = torch.nn.functional.unfold(images, embed.kernel_size, stride=embed.stride)  # N, in_chans * p * p, L
+    patches = patches.transpose(1, 2).flatten(0, 1)
+    deviation = (patches @ embed.weight.flatten(1).T).std()
+    values, vectors = torch.linalg.eigh(torch.cov(patches.T))
+    directions = torch.nn.init.orthogonal_(torch.empty(embed.out_channels, len(values), device=images.device))
+    weight = directions @ torch.diag((values + epsilon) ** -0.5) @ vectors.T
+    weight *= deviation / (patches @ weight.T).std()
+    embed.weight.copy_(weight.view_as(embed.weight))
+
+
+def make_optimizer(model: RecurrentVisionTransformer, recipe: Recipe) -> torch.optim.Optimizer:
+    """timm's Muon on the matrices of the blocks and AdamW on the rest, or, with muon_lr=0, AdamW on everything.
+
+    Weight decay is for matrices: biases, norms and what `model.no_weight_decay()` names have none.
+    """
+    matrices, decayed, rest = [], [], []
+    for name, parameter in model.named_parameters():
+        if recipe.muon_lr and name.startswith("blocks.") and parameter.ndim == 2:
+            matrices.append(parameter)
+        elif parameter.ndim >= 2 and name not in model.no_weight_decay():
+            decayed.append(parameter)
+        else:
+            rest.append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "lr": recipe.adamw_lr, "weight_decay": recipe.weight_decay},
+        {"params": rest, "lr": recipe.adamw_lr, "weight_decay": 0.0},
+    ]
+    if not recipe.muon_lr:
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=recipe.betas)
+    else:
+        adamw = {"use_fallback": True, "nesterov": False, "betas": recipe.betas, "eps": 1e-8}
+        muon = {"params": matrices, "lr": recipe.muon_lr, "weight_decay": recipe.weight_decay, "use_fallback": False}
+        optimizer = Muon([muon, *({**group, **adamw} for group in groups)], **MUON)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+# ---- checkpoints and the result --------------------------------------------------------------------------------------
+
+
+def _pack(job: Job, state: State) -> dict[str, Any]:
+    if not all(parameter.isfinite().all() for parameter in state.model.parameters()):
+        raise FloatingPointError(f"weights are not finite after update {_done(job, state)}; no checkpoint of them")
+    return {
+        "run": job.identity(),
+        "leg": state.leg,
+        "update": state.update,
+        "seconds": state.seconds,
+        "model": state.model.state_dict(),
+        "ema": state.ema.module.state_dict() if state.ema else None,
+        "optimizer": state.optimizer.state_dict(),
+    }
+
+
+def _resume(job: Job, folder: Path) -> State | None:
+    """The state of the last checkpoint in the folder, or None if there is none yet."""
+    paths = runs.find_checkpoints(folder)
+    if not paths:
+        return None
+    packed = runs.load_checkpoint(paths[-1])
+    asked, found = job.identity(), packed.get("run", {})
+    for key, value in asked.items():
+        if found.get(key) != value:
+            raise ValueError(f"{paths[-1]} is of another run: its {key} is {found.get(key)!r}, asked for is {value!r}")
+    state = _state(job, packed["leg"], job.build(job.plan[packed["leg"]]))
+    state.update, state.seconds = packed["update"], packed["seconds"]
+    state.model.load_state_dict(packed["model"])
+    state.optimizer.load_state_dict(packed["optimizer"])
+    if state.ema is not None:
+        state.ema.module.load_state_dict(packed["ema"])
+    return state
+
+
+def _finish(job: Job, state: State, folder: Path) -> RecurrentVisionTransformer:
+    source = state.ema.module if state.ema is not None and job.recipe.publish == "ema" else state.model
+    model: Any = timm.create_model(job.name, **job.model_kwargs)
+    model.load_state_dict(source.state_dict())
+    weights = {name: tensor.cpu().contiguous() for name, tensor in model.state_dict().items()}
+    runs.write_result(folder, weights, {**job.identity(), "seconds": round(state.seconds, 1)})
+    return model.to(job.device).eval()
