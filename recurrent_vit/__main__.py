@@ -5,12 +5,16 @@ says why, 2 wrong usage. torch and timm are imported by the commands, not by the
 """
 
 import argparse
+import ast
 import json
 import os
 import runpy
 import sys
 from pathlib import Path
 from typing import Any
+
+# What a user can do something about is told in one line; anything else is a defect of ours and shows its traceback.
+MISTAKES = (OSError, ValueError, ImportError, FloatingPointError, InterruptedError)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()  # a closed pipe shows here, not at exit
     except BrokenPipeError:  # `recurrent-vit list | head -1` is not an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError) as error:
+    except MISTAKES as error:
         print(f"recurrent-vit: {error}", file=sys.stderr)
         return 1
     return 0
@@ -51,7 +55,46 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("script", metavar="SCRIPT", help="path of the script")
     add.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
     add.set_defaults(command=_run)
+
+    add = commands.add_parser("train", help="train a model on CIFAR-100", description="Train a model on CIFAR-100.")
+    add.add_argument("name", metavar="NAME", help="a name of the zoo")
+    add.add_argument("--recipe", choices=("short", "paper"), default="short", help="default: short")
+    _add_data(add)
+    add.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
+    add.add_argument("--seed", type=int, default=0, help="default: 0")
+    add.add_argument("--pflop", type=float, help="compute to spend, in 1e15 FLOP; default: the recipe's")
+    add.add_argument("--held-out", type=int, default=0, metavar="N", help="keep N training pictures to evaluate on")
+    add.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    _add_device(add, precision=None)
+    add.add_argument("--compile", action="store_true", help="compile the blocks")
+    add.add_argument("--model-kwargs", nargs="*", default=[], metavar="KEY=VALUE", help="e.g. field=black_box")
+    add.set_defaults(command=_train)
+
+    add = commands.add_parser("evaluate", help="accuracy on the test pictures", description="Accuracy on CIFAR-100.")
+    add.add_argument("model", metavar="NAME|local-dir:PATH|RUN", help="a pretrained name, a folder of one, or of a run")
+    _add_data(add)
+    add.add_argument("--horizon", metavar="1,2,4,...", help="numbers of steps, in one pass; default: the model's own")
+    add.add_argument("--solver", help="another solver, with the same weights")
+    add.add_argument("--field", help="another field, with the same weights")
+    add.add_argument("--step-size", type=float, help="another step size, with the same weights")
+    add.add_argument("--held-out", type=int, default=0, metavar="N", help="on what train --held-out N kept, instead")
+    add.add_argument("--limit", type=int, metavar="N", help="the first N pictures only")
+    add.add_argument("--batch-size", type=int, default=250, help="default: 250")
+    _add_device(add, precision="fp32")
+    add.add_argument("--json", metavar="FILE", help="write the rows as JSON lines, '-' for standard output")
+    add.add_argument("--plot", metavar="FILE", help="draw accuracy against steps")
+    add.set_defaults(command=_evaluate)
     return parser
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", metavar="DIR", help="folder of CIFAR-100; default: the variable RECURRENT_VIT_DATA")
+
+
+def _add_device(parser: argparse.ArgumentParser, precision: str | None) -> None:
+    default = precision or "bf16 on a GPU, fp32 elsewhere"
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default=precision, help=f"default: {default}")
 
 
 def _list(args: argparse.Namespace) -> None:
@@ -93,6 +136,127 @@ def _run(args: argparse.Namespace) -> None:
     except Exception:  # the script's own: as Python would show it, not as a mistake in using us
         sys.excepthook(*sys.exc_info())
         sys.exit(1)
+
+
+def _train(args: argparse.Namespace) -> None:
+    import torch
+
+    from . import cifar, runs, train, zoo
+    from .recipes import RECIPES
+
+    if args.name not in zoo.VARIANTS:
+        raise ValueError(f"{args.name!r} is not a name of the zoo ({', '.join(zoo.VARIANTS)})")
+    _use_processes(args)
+    split = cifar.load(args.data, "train")
+    held: cifar.Split | None = None
+    if args.held_out:
+        rest, kept = cifar.held_out(split.labels, args.held_out)
+        split, held = split[rest], split[kept]
+    torch.set_flush_denormal(True)
+    model = train.fit(
+        args.name, RECIPES[args.recipe], split, args.out, seed=args.seed, pflop=args.pflop, device=args.device,
+        precision=args.precision, compile=args.compile, resume=args.resume,
+        model_kwargs=dict(map(_key_value, args.model_kwargs)),
+    )  # fmt: skip
+    rows = _accuracy(model, held or cifar.load(args.data, "test"))
+    if runs.place()[0] == 0:
+        where = "held-out training pictures" if held else "test pictures"
+        print(f"{args.name} on {rows[0]['count']} {where}:")
+        print(_table(list(map(_shown, rows))))
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    from . import cifar, evaluate, runs
+
+    if args.plot:
+        evaluate.check_plot(args.plot)
+    horizons = evaluate.parse_horizons(args.horizon) if args.horizon else None
+    _use_processes(args)
+    model = _load(args.model)
+    if args.solver or args.field or args.step_size is not None:
+        model = evaluate.rebuild(model, solver=args.solver, field=args.field, step_size=args.step_size)
+    split = cifar.load(args.data, "train" if args.held_out else "test")
+    if args.held_out:
+        split = split[cifar.held_out(split.labels, args.held_out)[1]]
+    if args.limit is not None:
+        if args.limit < 1:
+            raise ValueError(f"limit={args.limit} must be at least 1")
+        split = split[: args.limit]
+    rows = _accuracy(
+        model.to(args.device), split, horizons=horizons, batch_size=args.batch_size, precision=args.precision
+    )
+    if runs.place()[0] != 0:
+        return
+    lines = "".join(json.dumps({"model": args.model, **row}) + "\n" for row in rows)
+    if args.json == "-":
+        print(lines, end="")
+        return
+    print(_table(list(map(_shown, rows))))
+    if args.json:
+        runs.write_atomically(Path(args.json), lambda file: file.write(lines.encode()))
+    if args.plot:
+        evaluate.plot_sweep(rows, args.plot, title=args.model)
+
+
+def _accuracy(model: Any, split: Any, **kwargs: Any) -> list[dict[str, Any]]:
+    from .evaluate import evaluate
+
+    return list(evaluate(model, split, progress=True, **kwargs))
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `evaluate` as a person reads it."""
+    return {
+        "steps": row["horizon"],
+        "top-1 %": f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}",
+        "top-5 %": f"{100 * row['top5']:.2f}",
+        "loss": "-" if row["loss"] is None else f"{row['loss']:.4f}",
+        "not finite": row["non_finite"],
+        "pictures": row["count"],
+        "NFE": row["NFE"],
+        "MACs": row["MACs"],
+        "parameters": row["parameters"],
+        "seconds": f"{row['seconds']:.1f}",
+    }
+
+
+def _load(text: str) -> Any:
+    """The model of a name with weights, of `local-dir:PATH`, or of the folder of a run."""
+    import timm
+
+    from . import runs, zoo
+
+    if Path(text).is_dir():
+        return runs.load_result(Path(text))
+    if not text.startswith(("local-dir:", "hf-hub:")):
+        if not timm.is_model(text):
+            raise ValueError(f"{text!r} is neither a folder nor a name of the zoo ({', '.join(zoo.VARIANTS)})")
+        if not timm.is_model_pretrained(text):
+            raise ValueError(f"{text!r} has no published weights; give the folder of a run, or local-dir:PATH")
+    return timm.create_model(text, pretrained=True)
+
+
+def _key_value(text: str) -> tuple[str, Any]:
+    """KEY=VALUE, the value as Python reads it if it can, else as text."""
+    key, sign, value = text.partition("=")
+    if not sign:
+        raise ValueError(f"--model-kwargs {text!r}: give KEY=VALUE")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+def _use_processes(args: argparse.Namespace) -> None:
+    """Join the processes that torchrun started, if it did, each with its own GPU."""
+    import torch
+
+    if "TORCHELASTIC_RUN_ID" not in os.environ or torch.distributed.is_initialized():
+        return
+    on_gpu = args.device.startswith("cuda")
+    if on_gpu:
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"
+    torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
 
 
 if __name__ == "__main__":

@@ -197,20 +197,25 @@ class RecurrentVisionTransformer(VisionTransformer):
     @property
     def macs(self) -> int:
         """Multiply-accumulates of one forward pass, per image of the model's own size: see `count_macs`."""
-        return self.count_macs(self.patch_embed.grid_size)
+        return self.count_macs()
 
-    def count_macs(self, grid_size: tuple[int, int]) -> int:
-        """Multiply-accumulates of the matrix products in one forward pass, per image of `grid_size` patches.
+    def count_macs(self, horizon: int | None = None, grid_size: tuple[int, int] | None = None) -> int:
+        """Multiply-accumulates of the matrix products in a forward pass, per image; one of them is two FLOP.
 
-        One MAC is two FLOP. Counted are the patch embedding, attention, the linear layers of the blocks and the
-        head; not counted are norms, activations and pooling.
+        Counted are the patch embedding, attention, the linear layers of the blocks and the head; not counted are norms,
+        activations and pooling.
+
+        Args:
+            horizon: Number of steps; default the model's own.
+            grid_size: Patches of an image, rows and columns; default the model's own.
         """
-        patches = math.prod(grid_size)
+        num_states = self.num_states if horizon is None else horizon * self._states_per_step
+        patches = math.prod(grid_size or self.patch_embed.grid_size)
         per_block = [_block_macs(block, patches + self.num_prefix_tokens) for block in self.blocks]
-        if self.tableau is None:  # by state, since a pruned schedule may end inside a step
-            trunk = sum(per_block[i % len(per_block)] for i in range(self.num_states))
+        if self.tableau is None:  # a state is a block application; a pruned schedule may end inside a step
+            trunk = sum(per_block[i % len(per_block)] for i in range(num_states))
         else:
-            trunk = self.nfe * sum(per_block)
+            trunk = num_states * self.evaluations_per_step * sum(per_block)
         stem = patches * self.patch_embed.proj.weight.numel()
         return stem + trunk + sum(p.numel() for p in self.head.parameters() if p.ndim == 2)
 

@@ -290,4 +290,4 @@ def make_plan(name: str, recipe: Recipe, images: int, pflop: float | None = None
 
 def _flop_per_image(model: RecurrentVisionTransformer, size: int) -> int:
     rows, columns = (size // side for side in model.patch_embed.patch_size)
-    return 3 * 2 * model.count_macs((rows, columns))
+    return 3 * 2 * model.count_macs(grid_size=(rows, columns))

@@ -28,16 +28,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import safetensors.torch
+import timm
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from .model import RecurrentVisionTransformer
 from .recipes import PFLOP, Leg
 
 __all__ = [
-    "Reporter", "find_checkpoints", "load_checkpoint", "open_folder", "place", "plot_history", "read_history",
-    "save_checkpoint", "stop_signals", "versions", "write_atomically", "write_result",
+    "Reporter", "find_checkpoints", "import_figure", "load_checkpoint", "load_result", "open_folder", "place",
+    "plot_history", "read_history", "save_checkpoint", "stop_signals", "versions", "write_atomically", "write_result",
 ]  # fmt: skip
 
 KEPT = 2
@@ -166,6 +168,21 @@ def write_result(folder: Path, weights: dict[str, Tensor], facts: dict[str, Any]
         plot_history(folder)
 
 
+def load_result(folder: Path) -> RecurrentVisionTransformer:
+    """The model that a run made, in evaluation mode.
+
+    Raises:
+        FileNotFoundError: The run is not finished, or the folder is not one.
+    """
+    for name in ("run.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}: it is not the folder of a finished run")
+    facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    model: Any = timm.create_model(facts["name"], **facts["model_kwargs"])
+    model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
+    return model.eval()
+
+
 # ---- history ---------------------------------------------------------------------------------------------------------
 
 
@@ -286,9 +303,8 @@ def plot_history(folder: Path) -> None:
     Raises:
         ImportError: matplotlib is missing; says how to install it.
     """
-    figure_module = _matplotlib()
     rows = list(read_history(folder))
-    figure = figure_module.Figure(figsize=(7, 4), layout="constrained")
+    figure = import_figure()(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for leg in sorted({row["leg"] for row in rows}):
         part = [row for row in rows if row["leg"] == leg]
@@ -299,9 +315,14 @@ def plot_history(folder: Path) -> None:
     write_atomically(folder / "history.png", lambda file: figure.savefig(file, format="png", dpi=150))
 
 
-def _matplotlib() -> Any:
+def import_figure() -> Any:
+    """matplotlib's Figure, used without pyplot, so that no window system and no global state play a part.
+
+    Raises:
+        ImportError: matplotlib is missing; says how to install it.
+    """
     try:
-        import matplotlib.figure
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('drawing needs matplotlib: pip install "recurrent-vit[train]"') from error
-    return matplotlib.figure
+    return Figure

@@ -40,7 +40,7 @@ MUON: dict[str, Any] = {
 MUON_WARMUP = (0.85, 300)  # momentum at the first update, and the updates it takes to rise
 
 
-class Interrupted(RuntimeError):
+class Interrupted(InterruptedError):
     """The run was asked to stop, and its state is written."""
 
 

@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import recurrent_vit
+from recurrent_vit import cifar
 from recurrent_vit.__main__ import main
 
 
@@ -116,3 +118,83 @@ def test_public_names_are_there_and_unknown_ones_are_an_attribute_error():
         assert getattr(recurrent_vit, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = recurrent_vit.nonsense
+
+
+# ---- train and evaluate, on a data set of a few pictures -------------------------------------------------------------
+
+
+@pytest.fixture
+def data(monkeypatch):
+    """A CIFAR-100 of five hundred noisy pictures in place of the real one."""
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randint(256, (500, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    split = cifar.Split(images, torch.arange(500) % 100)
+    monkeypatch.setattr(cifar, "load", lambda root, split_name="train": split)
+
+
+TINY = ["--model-kwargs", "embed_dim=16", "num_heads=2"]
+
+
+def test_train_then_evaluate(data, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", "bvit_ds", "--out", str(out), "--pflop", "2e-5", "--held-out", "100", *TINY]) == 0
+    assert "bvit_ds on 100 held-out training pictures:" in capsys.readouterr().out
+    rows, picture = tmp_path / "rows.jsonl", tmp_path / "sweep.png"
+    options = ["--horizon", "1,12,24", "--limit", "200", "--json", str(rows), "--plot", str(picture)]
+    assert main(["evaluate", str(out), *options]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown] == ["steps", "1", "12", "24"]
+    written = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [(row["horizon"], row["NFE"], row["count"]) for row in written] == [
+        (1, 1, 200),
+        (12, 12, 200),
+        (24, 24, 200),
+    ]
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_evaluate_under_another_solver(data, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["train", "bvit", "--out", str(out), "--pflop", "2e-5", *TINY]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", str(out), "--solver", "rk4", "--step-size", "0.5", "--horizon", "2", "--json", "-"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["horizon"], row["NFE"], row["trained_horizon"]) == (2, 8, 12)
+
+
+def test_the_run_of_a_loop_that_stops_is_gone_on_with(data, tmp_path, capsys):
+    command = ["train", "bvit", "--out", str(tmp_path / "run"), "--pflop", "2e-5", *TINY]
+    assert main(command) == 0
+    capsys.readouterr()
+    assert main(command) == 1
+    assert "holds a run already; give --resume" in capsys.readouterr().err
+    assert main([*command, "--resume"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["evaluate", "bvit"], "'bvit' has no published weights; give the folder of a run, or local-dir:PATH"),
+        (["evaluate", "bvitt"], "'bvitt' is neither a folder nor a name of the zoo (vit_cifar, bvit,"),
+        (["evaluate", "."], "has no run.json: it is not the folder of a finished run"),
+        (["evaluate", "bvit", "--horizon", "1,x"], "horizon='1,x': 'x' is not a whole number"),
+        (["evaluate", "bvit", "--plot", "sweep.txt"], "plot 'sweep.txt' must end in one of .pdf, .png, .svg"),
+        (["train", "bvit", "--out", "OUT", "--pflop", "-1"], "pflop=-1.0 must be a finite number above 0"),
+        (["train", "bvit", "--out", "OUT", "--model-kwargs", "steps"], "--model-kwargs 'steps': give KEY=VALUE"),
+        (["train", "bvit", "--out", "OUT", "--model-kwargs", "steps=0"], "steps=0 must be an integer from 1"),
+        (["train", "bvitt", "--out", "OUT"], "'bvitt' is not a name of the zoo (vit_cifar, bvit,"),
+        (["train", "bvit", "--out", "OUT", "--held-out", "7"], "size must be a multiple of the number of classes"),
+    ],
+)
+def test_a_mistake_is_one_line(data, arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 1
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_data_says_where_it_was_looked_for(tmp_path, capsys):
+    assert main(["train", "bvit", "--data", str(tmp_path / "none"), "--out", str(tmp_path / "run")]) == 1
+    assert f"was not found in {tmp_path / 'none'}" in capsys.readouterr().err

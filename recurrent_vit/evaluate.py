@@ -1,0 +1,369 @@
+"""Accuracy of a model after any numbers of steps, on a labelled split, with what it costs and how sure it is.
+
+    >>> import timm, torch, recurrent_vit
+    >>> from recurrent_vit.cifar import Split
+    >>> split = Split(torch.zeros(8, 3, 32, 32, dtype=torch.uint8), torch.arange(8))
+    >>> for row in evaluate(timm.create_model("bvit"), split, horizons=[1, 2]):
+    ...     print(row["horizon"], row["NFE"], f"{row['MACs']:,}", row["count"], row["non_finite"])
+    1 1 53,502,976 8 0
+    2 2 106,193,920 8 0
+
+What is notable:
+
+- One pass serves all horizons: the state runs to the largest, and logits are taken on the way. No states are kept.
+- The model is left as it was. Its horizon isn't touched, and its mode is put back when the pass is over or has failed.
+- Logits that aren't all finite (a mis-specified field grows without bound) count as wrong, and are reported.
+- Several processes (torchrun) share the pictures out without padding, and every one gets the same rows.
+- One checkpoint runs under any solver, field and step size, since the parameters are the same: :func:`rebuild`.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import timm
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from timm.models._input import get_model_args
+from torch import Tensor, nn
+
+from . import runs
+from .cifar import Batch, Split, batches, batches_per_epoch
+from .model import RecurrentVisionTransformer, _bounded_int
+
+__all__ = ["PRECISIONS", "check_plot", "evaluate", "parse_horizons", "plot_sweep", "rebuild"]
+
+PRECISIONS = ("fp32", "bf16")
+PLOT_SUFFIXES = (".pdf", ".png", ".svg")
+
+Row = dict[str, Any]
+
+
+# ---- accuracy --------------------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    model: nn.Module,
+    split: Split,
+    *,
+    horizons: Iterable[int] | None = None,
+    batch_size: int = 250,
+    precision: str = "fp32",
+    progress: bool = False,
+) -> Iterator[Row]:
+    """Evaluate a model after each of some numbers of steps, in one pass over the split, on the model's device.
+
+    Args:
+        model: A `RecurrentVisionTransformer`.
+        split: Labelled pictures of the model's size; the same in all processes.
+        horizons: Numbers of steps, in any order; without them the model's own horizon.
+        batch_size: Pictures in a batch, in each process.
+        precision: "fp32" computes in the dtype of the parameters, "bf16" under bfloat16 autocast. Whether products in
+            fp32 may run in TF32 is torch's setting.
+        progress: Show a bar on standard error, if that is a terminal.
+
+    Returns:
+        An iterator of rows, one for each horizon, ascending:
+
+        - horizon, and trained_horizon, the number of steps the model was made for (steps * stages)
+        - top1, top5: fractions of the pictures
+        - top1_stderr: standard error of top1 = p over n pictures, sqrt(p (1 - p) / n)
+        - loss: cross-entropy in nats, the mean over pictures with finite logits; None if there are none
+        - non_finite: pictures with some logit that is infinite or NaN; they count as wrong
+        - count: pictures
+        - NFE, MACs, parameters: evaluations of the block set and multiply-accumulates for one picture; size
+        - seconds: of the whole pass, which is shared by all horizons; of the slowest process
+
+        The pass runs when the first is asked for.
+
+    Raises:
+        ValueError: At the call, for a model or split that doesn't fit, or an argument out of range.
+    """
+    model, device = _checked(model, split), _first_parameter(model).device
+    steps = _ascending([model.horizon] if horizons is None else horizons)
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} is unknown; known precisions: {', '.join(PRECISIONS)}")
+    rank, world_size = runs.place()
+    size = batch_size * world_size
+    parts = batches(split.to(device), size, shuffle=False, rank=rank, world_size=world_size)
+    shown = _bar(parts, batches_per_epoch(len(split), size), progress and rank == 0)
+    return _rows(model, shown, steps, precision)
+
+
+def _rows(
+    model: RecurrentVisionTransformer, parts: Iterable[Batch], horizons: list[int], precision: str
+) -> Iterator[Row]:
+    start = perf_counter()
+    totals = torch.zeros(len(horizons), len(COLUMNS), dtype=torch.float64)
+    with _inference(model, precision):
+        for images, labels, _ in parts:
+            if len(images):  # a process may have no part in the last batch, and not every kernel takes an empty one
+                totals += _count(_logits(model, images, horizons).cpu(), labels.cpu())
+    device = _first_parameter(model).device
+    totals = _over_processes(totals, dist.ReduceOp.SUM, device)
+    seconds = _over_processes(torch.tensor(perf_counter() - start), dist.ReduceOp.MAX, device).item()
+    for horizon, row in zip(horizons, totals.tolist()):
+        yield {
+            "horizon": horizon,
+            "trained_horizon": model.steps * model.stages,
+            **_statistics(**dict(zip(COLUMNS, row))),
+            **_costs(model, horizon),
+            "seconds": seconds,
+        }
+
+
+def _logits(model: RecurrentVisionTransformer, images: Tensor, horizons: list[int]) -> Tensor:
+    """Logits (horizons, B, classes) after the steps asked for."""
+    z = model.initial_state(images.to(_first_parameter(model).dtype))
+    logits = []
+    for step in range(1, horizons[-1] + 1):
+        z = model.step(z)
+        if step in horizons:
+            logits.append(model.forward_head(model.norm(z)))
+    return torch.stack(logits)
+
+
+COLUMNS = ("count", "finite", "top1", "top5", "loss")
+
+
+def _count(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sums over the pictures: float64 (horizons, COLUMNS), from logits (horizons, B, classes) and labels (B,)."""
+    logits = logits.double()  # the loss of finite logits is finite, and sums don't depend on the batches
+    finite = logits.isfinite().all(-1)
+    best = logits.topk(min(5, logits.shape[-1])).indices
+    hits = (best == labels[:, None]) & finite[..., None]
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.repeat(len(logits)), reduction="none").view_as(finite)
+    columns = (torch.ones_like(finite), finite, hits[..., 0], hits.any(-1), losses.where(finite, 0))
+    return torch.stack([column.double().sum(-1) for column in columns], dim=-1)
+
+
+def _statistics(count: float, finite: float, top1: float, top5: float, loss: float) -> Row:
+    p = top1 / count
+    return {
+        "top1": p,
+        "top1_stderr": (p * (1 - p) / count) ** 0.5,
+        "top5": top5 / count,
+        "loss": loss / finite if finite else None,
+        "non_finite": int(count - finite),
+        "count": int(count),
+    }
+
+
+def _costs(model: RecurrentVisionTransformer, horizon: int) -> Row:
+    return {
+        "NFE": horizon * model.evaluations_per_step,
+        "MACs": model.count_macs(horizon),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+@contextmanager
+def _inference(model: nn.Module, precision: str) -> Iterator[None]:
+    """Evaluation mode, no gradients, the precision; every module's own mode is put back at the end."""
+    modes = {module: module.training for module in model.modules()}
+    # No cache: inside an autocast of the caller's, older torch would give weights that were cast here, without a
+    # gradient, to a training step there (fixed by https://github.com/pytorch/pytorch/pull/165068)
+    autocast = torch.autocast(
+        _first_parameter(model).device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
+    )
+    try:
+        model.eval()
+        with torch.inference_mode(), autocast:
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _checked(model: nn.Module, split: Split) -> RecurrentVisionTransformer:
+    """The model, if it can be run to any horizon on these pictures."""
+    if not isinstance(model, RecurrentVisionTransformer):
+        raise ValueError(
+            f"model must be a RecurrentVisionTransformer, not wrapped in another; got {type(model).__name__}"
+        )
+    _check_whole(model)
+    if not len(split):
+        raise ValueError("split is empty: there is nothing to evaluate on")
+    expected, found = (model.in_chans, *model.patch_embed.img_size), tuple(split.images.shape[1:])
+    if found != expected and (model.patch_embed.strict_img_size or found[0] != expected[0]):
+        raise ValueError(f"split has pictures of shape {found}, the model takes {expected}")
+    least, most = split.labels.min().item(), split.labels.max().item()
+    if least < 0 or most >= model.num_classes:
+        raise ValueError(f"split has labels from {least} to {most}, the model num_classes={model.num_classes}")
+    return model
+
+
+def _check_whole(model: RecurrentVisionTransformer) -> None:
+    if model._pruned:
+        raise ValueError(f"model was pruned to {model.num_states} states; build a new one")
+
+
+def _first_parameter(model: nn.Module) -> nn.Parameter:
+    return next(model.parameters())
+
+
+def _bar(parts: Iterable[Batch], total: int, shown: bool) -> Iterable[Batch]:
+    from tqdm import tqdm
+
+    return tqdm(parts, "evaluate", total, unit="batch", leave=False, disable=None if shown else True)
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+def _over_processes(value: Tensor, operation: Any, device: torch.device) -> Tensor:
+    """The sum or maximum over the processes; through the device, since nccl knows no other."""
+    if runs.place()[1] == 1:
+        return value
+    value = value.to(device)
+    dist.all_reduce(value, operation)
+    return value.cpu()
+
+
+# ---- numbers of steps ------------------------------------------------------------------------------------------------
+
+
+def parse_horizons(text: str) -> tuple[int, ...]:
+    """Numbers of steps from a list with commas, ascending, each once.
+
+    Raises:
+        ValueError: Something in the list isn't a whole number from 1 to 10000.
+
+    Example:
+        >>> parse_horizons("12, 1,2,4,12")
+        (1, 2, 4, 12)
+        >>> parse_horizons("1,2,,4")
+        Traceback (most recent call last):
+        ...
+        ValueError: horizon='1,2,,4': '' is not a whole number; give steps like 1,2,4,12
+    """
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not part.isdecimal():
+            raise ValueError(f"horizon={text!r}: {part!r} is not a whole number; give steps like 1,2,4,12")
+    return tuple(_ascending(map(int, parts)))
+
+
+def _ascending(horizons: Iterable[int]) -> list[int]:
+    steps = sorted({_bounded_int("horizon", horizon) for horizon in horizons})
+    if not steps:
+        raise ValueError("horizons is empty; give at least one number of steps")
+    return steps
+
+
+# ---- other solvers ---------------------------------------------------------------------------------------------------
+
+
+def rebuild(
+    model: RecurrentVisionTransformer,
+    *,
+    solver: str | None = None,
+    field: str | None = None,
+    step_size: float | None = None,
+) -> RecurrentVisionTransformer:
+    """A new model with the same architecture, arguments and weights, integrated otherwise.
+
+    Args:
+        model: A model from `timm.create_model`, of whatever source; it stays as it is.
+        solver: "plain" or a Runge-Kutta method; None keeps the model's.
+        field: "state_subtracted" or "black_box"; None keeps the model's.
+        step_size: h; None keeps the model's.
+
+    Returns:
+        The model, with a copy of the weights, on the same device and in the same dtype and mode. It has the same steps
+        and horizon, so another solver costs another number of evaluations (`nfe`).
+
+    Raises:
+        ValueError: An argument that the architecture doesn't know, or a model that can't be built again.
+
+    Example:
+        >>> import timm, recurrent_vit
+        >>> model = timm.create_model("bvit", num_classes=10)
+        >>> twin = rebuild(model, solver="rk4", step_size=0.5)
+        >>> twin.solver, twin.horizon, twin.nfe, twin.num_classes
+        ('rk4', 12, 48, 10)
+    """
+    _check_whole(model)
+    origin: Any = model  # timm's attributes on it are dynamic
+    if "architecture" not in getattr(origin, "pretrained_cfg", {}):
+        raise ValueError("model was not built by timm.create_model, so its name and arguments aren't known")
+    changes = {"solver": solver, "field": field, "step_size": step_size}
+    arguments = {
+        **origin._model_args,  # timm leaves rates of dropout out of those it exports
+        **get_model_args(model),
+        **{name: value for name, value in changes.items() if value is not None},
+    }
+    cfg = origin.pretrained_cfg
+    twin: Any = timm.create_model(cfg["architecture"], pretrained_cfg=cfg, **arguments)
+    twin.load_state_dict(model.state_dict())
+    return twin.to(_first_parameter(model)).train(model.training)
+
+
+# ---- the picture -----------------------------------------------------------------------------------------------------
+
+
+def check_plot(path: str | os.PathLike) -> None:
+    """Whether :func:`plot_sweep` could write there: to be asked before the minutes that the rows take.
+
+    Raises:
+        ValueError: The name doesn't end in .pdf, .png or .svg.
+        FileNotFoundError: Its folder doesn't exist.
+        ImportError: matplotlib isn't installed.
+    """
+    path = Path(path)
+    if path.suffix not in PLOT_SUFFIXES:
+        raise ValueError(f"plot {str(path)!r} must end in one of {', '.join(PLOT_SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"plot {str(path)!r}: there is no folder {str(path.parent)!r}")
+    runs.import_figure()
+
+
+def plot_sweep(rows: Sequence[Row], path: str | os.PathLike, title: str = "") -> None:
+    """Draw accuracy against steps, with standard errors and the trained horizon marked. The file appears whole or not.
+
+    Args:
+        rows: Of one model, from :func:`evaluate`.
+        path: A .pdf, .png or .svg file; an existing one is replaced.
+        title: Written above.
+
+    Raises:
+        ValueError: There are no rows.
+        OSError: The file could not be written; an existing one is as it was.
+        ValueError, ImportError: As :func:`check_plot`.
+    """
+    check_plot(path)
+    if not rows:
+        raise ValueError("rows is empty: there is nothing to draw")
+    figure, suffix = _draw_sweep(rows, title), Path(path).suffix[1:]
+    runs.write_atomically(Path(path), lambda file: figure.savefig(file, format=suffix, dpi=200))
+
+
+def _draw_sweep(rows: Sequence[Row], title: str) -> Any:
+    """A matplotlib Figure. It is made without pyplot, so no window system and no global state play a part."""
+    figure = runs.import_figure()(figsize=(6, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    steps = [int(row["horizon"]) for row in rows]
+    top1 = [100 * row["top1"] for row in rows]
+    errors = [100 * row["top1_stderr"] for row in rows]
+    axes.errorbar(
+        steps, top1, errors, fmt="o-", color="tab:blue", markersize=5, capsize=3, label="top-1 ± standard error"
+    )
+    if broken := [(x, y) for x, y, row in zip(steps, top1, rows) if row["non_finite"]]:
+        axes.plot(*zip(*broken), "X", color="tab:red", markersize=8, zorder=3, label="some outputs not finite")
+    trained = rows[0]["trained_horizon"]
+    axes.axvline(trained, color="0.4", linestyle="--", linewidth=1.2, zorder=1, label=f"trained horizon ({trained})")
+
+    axes.set_xscale("log", base=2)
+    ticks = steps if len(steps) <= 10 else [2**n for n in range(max(steps).bit_length())]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(0, min(100, 1.15 * max(*top1, 5)))
+    axes.set(xlabel="steps", ylabel="accuracy, %", title=title)
+    axes.grid(axis="y", color="0.9")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
