@@ -185,7 +185,7 @@ def _checked(model: nn.Module, split: Split) -> RecurrentVisionTransformer:
         raise ValueError(
             f"model must be a RecurrentVisionTransformer, not wrapped in another; got {type(model).__name__}"
         )
-    _check_whole(model)
+    model._check_whole()
     if not len(split):
         raise ValueError("split is empty: there is nothing to evaluate on")
     expected, found = (model.in_chans, *model.patch_embed.img_size), tuple(split.images.shape[1:])
@@ -195,11 +195,6 @@ def _checked(model: nn.Module, split: Split) -> RecurrentVisionTransformer:
     if least < 0 or most >= model.num_classes:
         raise ValueError(f"split has labels from {least} to {most}, the model num_classes={model.num_classes}")
     return model
-
-
-def _check_whole(model: RecurrentVisionTransformer) -> None:
-    if model._pruned:
-        raise ValueError(f"model was pruned to {model.num_states} states; build a new one")
 
 
 def _first_parameter(model: nn.Module) -> nn.Parameter:
@@ -287,7 +282,7 @@ def rebuild(
         >>> twin.solver, twin.horizon, twin.nfe, twin.num_classes
         ('rk4', 12, 48, 10)
     """
-    _check_whole(model)
+    model._check_whole()
     origin: Any = model  # timm's attributes on it are dynamic
     if "architecture" not in getattr(origin, "pretrained_cfg", {}):
         raise ValueError("model was not built by timm.create_model, so its name and arguments aren't known")

@@ -18,7 +18,6 @@ Reference: "Training Crossroads for Recurrent Vision Transformers" (2026), https
 import math
 from collections.abc import Iterable, Iterator
 from inspect import signature
-from itertools import islice
 from operator import index
 from typing import Any
 
@@ -94,8 +93,9 @@ class RecurrentVisionTransformer(VisionTransformer):
         solver: "plain" (z <- F(z)) or a Runge-Kutta method: euler, midpoint, heun2, heun3, rk4, rk4_38.
         field: What a Runge-Kutta method integrates: "state_subtracted", F(z) - z, or "black_box", F(z).
         step_size: h, the time that one step of a Runge-Kutta method takes.
-        drop_path_rate: Stochastic depth. Blocks that are used once follow timm's linear rule from 0 to this rate; a
-            block that is used again and again stands at every depth, so shared blocks all have this rate.
+        drop_path_rate: Stochastic depth. A stack whose blocks are trained to be used once follows timm's linear rule
+            from 0 to this rate; a block that is used again and again stands at every depth, so shared blocks all have
+            this rate, and so has a single one.
         kwargs: timm's own arguments of `VisionTransformer`: img_size, patch_size, in_chans, num_classes,
             global_pool, embed_dim, num_heads, mlp_ratio, class_token, ... `fix_init` scales a block by its
             place in the set.
@@ -159,7 +159,6 @@ class RecurrentVisionTransformer(VisionTransformer):
         self.tableau = tableau
         self._rows, self._weights = _scriptable(tableau or solvers.TABLEAUS["euler"])
         self._states_per_step = depth if tableau is None else 1
-        self._reduction = self.feature_info[0]["reduction"]
         self._pruned = False
         self.taps = nn.ModuleList()
         self._set_num_states(horizon * self._states_per_step)
@@ -232,18 +231,31 @@ class RecurrentVisionTransformer(VisionTransformer):
             >>> model.horizon, model.nfe
             (24, 24)
         """
-        if self._pruned:
-            raise ValueError(f"horizon={horizon}: this model was pruned to {self.num_states} states; build a new one")
+        self._check_whole()
         self._set_num_states(_bounded_int("horizon", horizon) * self._states_per_step)
         update_model_args(self, horizon=self.horizon)
+
+    def _check_whole(self) -> None:
+        if self._pruned:
+            raise ValueError(
+                f"this model was pruned to {self.num_states} states and has no whole steps; build a new one"
+            )
 
     def _set_num_states(self, num_states: int) -> None:
         self._num_states = num_states
         del self.taps[num_states:]
         self.taps.extend(nn.Identity() for _ in range(num_states - len(self.taps)))
         self.feature_info = [
-            {"module": f"taps.{i}", "num_chs": self.embed_dim, "reduction": self._reduction} for i in range(num_states)
+            {"module": f"taps.{i}", "num_chs": self.embed_dim, "reduction": self.patch_embed.feat_ratio()}
+            for i in range(num_states)
         ]
+
+    def set_input_size(
+        self, img_size: tuple[int, int] | None = None, patch_size: tuple[int, int] | None = None
+    ) -> None:
+        """Change the size of images or patches, as in timm: positions and patch embedding are resampled."""
+        super().set_input_size(img_size=img_size, patch_size=patch_size)
+        self._set_num_states(self.num_states)  # feature_info states the reduction
 
     # ---- the recurrence -------------------------------------------------------------------------------------------
 
@@ -334,9 +346,11 @@ class RecurrentVisionTransformer(VisionTransformer):
             >>> model.forward_steps(torch.randn(2, 3, 32, 32)).shape
             torch.Size([3, 2, 100])
         """
-        states = self._states(self.initial_state(x), attn_mask, is_causal)
-        after_steps = islice(states, self._states_per_step - 1, None, self._states_per_step)
-        return torch.stack([self.forward_head(self.norm(z)) for z in after_steps])
+        logits = []
+        for i, z in enumerate(self._states(self.initial_state(x), attn_mask, is_causal), start=1):
+            if i % self._states_per_step == 0 or i == self.num_states:  # pruning may end the last step early
+                logits.append(self.forward_head(self.norm(z)))
+        return torch.stack(logits)
 
     def forward_stages(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Iterator[Tensor]:
         """Logits (B, num_classes) after each of the K stages of S steps; the state is detached between stages.
@@ -351,6 +365,7 @@ class RecurrentVisionTransformer(VisionTransformer):
             >>> for logits in model.forward_stages(images):
             ...     (torch.nn.functional.cross_entropy(logits, labels) / model.stages).backward()
         """
+        self._check_whole()
         z = self.initial_state(x)
         for _ in range(self.stages):
             for _ in range(self.steps):

@@ -282,7 +282,7 @@ def test_a_model_or_split_that_does_not_fit_is_named(small, split):
     with pytest.raises(ValueError, match="must be a RecurrentVisionTransformer, not wrapped in another; got Linear"):
         evaluate(nn.Linear(1, 1), split)
     model.prune_intermediate_layers([3], prune_head=False)
-    with pytest.raises(ValueError, match="model was pruned to 4 states"):
+    with pytest.raises(ValueError, match="this model was pruned to 4 states"):
         evaluate(model, split)
 
 
