@@ -39,12 +39,14 @@ def __getattr__(name: str) -> Any:
 
 def _is_command_line() -> bool:
     """Whether Python was started to run our own program: its --help and usage errors need not wait for torch."""
-    if sys.argv[:1] == ["-m"]:
-        module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :]
-        return module[:1] == [__name__]
+    if sys.argv[:1] == ["-m"]:  # still looking for the module of -m, which stands right before its arguments
+        module = sys.orig_argv[-len(sys.argv)]
+        return re.fullmatch(rf"(-\w*m)?{__name__}", module) is not None
     program = re.split(r"[/\\]", sys.argv[0])[-1] if sys.argv else ""
     return program in ("recurrent-vit", "recurrent-vit.exe", "recurrent-vit-script.py")
 
 
-if not _is_command_line():
-    from . import zoo  # noqa: F401 (registers the names with timm)
+if not _is_command_line():  # there, a command imports what it needs
+    from .model import RecurrentVisionTransformer
+    from .solvers import TABLEAUS, Tableau
+    from .zoo import VARIANTS, Variant

@@ -6,6 +6,7 @@ says why, 2 wrong usage. torch and timm are imported by the commands, not by the
 
 import argparse
 import ast
+import atexit
 import json
 import os
 import runpy
@@ -13,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# What a user can do something about is told in one line; anything else is a defect of ours and shows its traceback.
+# Errors that the user can act on are shown in one line; anything else is a bug of ours and keeps its traceback.
 MISTAKES = (OSError, ValueError, ImportError, FloatingPointError, InterruptedError)
 
 
@@ -36,14 +37,19 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+JSON_HELP = "as JSON lines, into FILE or to standard output"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="recurrent-vit", description="Recurrent Vision Transformers for timm.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    add = commands.add_parser("list", help="the zoo: size and cost of every name", description="The zoo, a row a name.")
+    add = commands.add_parser(
+        "list", help="the zoo: size and cost of every name", description="The zoo, one row per name."
+    )
     style = add.add_mutually_exclusive_group()
     style.add_argument("--markdown", action="store_true", help="as a Markdown table")
-    style.add_argument("--json", action="store_true", help="as JSON lines")
+    style.add_argument("--json", nargs="?", const="-", metavar="FILE", help=JSON_HELP)
     add.set_defaults(command=_list)
 
     add = commands.add_parser(
@@ -63,25 +69,31 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
     add.add_argument("--seed", type=int, default=0, help="default: 0")
     add.add_argument("--pflop", type=float, help="compute to spend, in 1e15 FLOP; default: the recipe's")
-    add.add_argument("--held-out", type=int, default=0, metavar="N", help="keep N training pictures to evaluate on")
-    add.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    add.add_argument("--held-out", type=int, default=0, metavar="N", help="set N training images aside, to evaluate on")
+    add.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
     _add_device(add, precision=None)
     add.add_argument("--compile", action="store_true", help="compile the blocks")
     add.add_argument("--model-kwargs", nargs="*", default=[], metavar="KEY=VALUE", help="e.g. field=black_box")
     add.set_defaults(command=_train)
 
-    add = commands.add_parser("evaluate", help="accuracy on the test pictures", description="Accuracy on CIFAR-100.")
+    add = commands.add_parser("evaluate", help="accuracy on the test images", description="Accuracy on CIFAR-100.")
     add.add_argument("model", metavar="NAME|local-dir:PATH|RUN", help="a pretrained name, a folder of one, or of a run")
     _add_data(add)
     add.add_argument("--horizon", metavar="1,2,4,...", help="numbers of steps, in one pass; default: the model's own")
     add.add_argument("--solver", help="another solver, with the same weights")
     add.add_argument("--field", help="another field, with the same weights")
     add.add_argument("--step-size", type=float, help="another step size, with the same weights")
-    add.add_argument("--held-out", type=int, default=0, metavar="N", help="on what train --held-out N kept, instead")
-    add.add_argument("--limit", type=int, metavar="N", help="the first N pictures only")
+    add.add_argument(
+        "--held-out",
+        type=int,
+        default=0,
+        metavar="N",
+        help="on the N training images that train --held-out N set aside",
+    )
+    add.add_argument("--limit", type=int, metavar="N", help="the first N images only")
     add.add_argument("--batch-size", type=int, default=250, help="default: 250")
     _add_device(add, precision="fp32")
-    add.add_argument("--json", metavar="FILE", help="write the rows as JSON lines, '-' for standard output")
+    add.add_argument("--json", nargs="?", const="-", metavar="FILE", help=JSON_HELP)
     add.add_argument("--plot", metavar="FILE", help="draw accuracy against steps")
     add.set_defaults(command=_evaluate)
     return parser
@@ -102,7 +114,7 @@ def _list(args: argparse.Namespace) -> None:
 
     rows = [zoo.describe(name) for name in zoo.VARIANTS]
     if args.json:
-        print("\n".join(json.dumps(row) for row in rows))
+        _write_json(args.json, rows)
     else:
         print(_markdown_table(rows) if args.markdown else _table(rows))
 
@@ -139,6 +151,7 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _train(args: argparse.Namespace) -> None:
+    import timm
     import torch
 
     from . import cifar, runs, train, zoo
@@ -146,7 +159,12 @@ def _train(args: argparse.Namespace) -> None:
 
     if args.name not in zoo.VARIANTS:
         raise ValueError(f"{args.name!r} is not a name of the zoo ({', '.join(zoo.VARIANTS)})")
-    _use_processes(args)
+    model_kwargs = dict(map(_key_value, args.model_kwargs))
+    try:
+        timm.create_model(args.name, device="meta", **model_kwargs)
+    except TypeError as error:  # an argument that nobody knows
+        raise ValueError(f"--model-kwargs: {error}") from error
+    _use_device(args)
     split = cifar.load(args.data, "train")
     held: cifar.Split | None = None
     if args.held_out:
@@ -156,11 +174,11 @@ def _train(args: argparse.Namespace) -> None:
     model = train.fit(
         args.name, RECIPES[args.recipe], split, args.out, seed=args.seed, pflop=args.pflop, device=args.device,
         precision=args.precision, compile=args.compile, resume=args.resume,
-        model_kwargs=dict(map(_key_value, args.model_kwargs)),
+        model_kwargs=model_kwargs,
     )  # fmt: skip
     rows = _accuracy(model, held or cifar.load(args.data, "test"))
     if runs.place()[0] == 0:
-        where = "held-out training pictures" if held else "test pictures"
+        where = "held-out training images" if held else "test images"
         print(f"{args.name} on {rows[0]['count']} {where}:")
         print(_table(list(map(_shown, rows))))
 
@@ -171,7 +189,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     if args.plot:
         evaluate.check_plot(args.plot)
     horizons = evaluate.parse_horizons(args.horizon) if args.horizon else None
-    _use_processes(args)
+    _use_device(args)
     model = _load(args.model)
     if args.solver or args.field or args.step_size is not None:
         model = evaluate.rebuild(model, solver=args.solver, field=args.field, step_size=args.step_size)
@@ -187,15 +205,23 @@ def _evaluate(args: argparse.Namespace) -> None:
     )
     if runs.place()[0] != 0:
         return
-    lines = "".join(json.dumps({"model": args.model, **row}) + "\n" for row in rows)
-    if args.json == "-":
-        print(lines, end="")
-        return
-    print(_table(list(map(_shown, rows))))
+    if args.json != "-":
+        print(_table(list(map(_shown, rows))))
     if args.json:
-        runs.write_atomically(Path(args.json), lambda file: file.write(lines.encode()))
+        _write_json(args.json, [{"model": args.model, **row} for row in rows])
     if args.plot:
         evaluate.plot_sweep(rows, args.plot, title=args.model)
+
+
+def _write_json(target: str, rows: list[dict[str, Any]]) -> None:
+    """Rows as JSON lines, into a file or, for "-", to standard output."""
+    from . import runs
+
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    if target == "-":
+        print(text, end="")
+    else:
+        runs.write_atomically(Path(target), lambda file: file.write(text.encode()))
 
 
 def _accuracy(model: Any, split: Any, **kwargs: Any) -> list[dict[str, Any]]:
@@ -212,7 +238,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
         "top-5 %": f"{100 * row['top5']:.2f}",
         "loss": "-" if row["loss"] is None else f"{row['loss']:.4f}",
         "not finite": row["non_finite"],
-        "pictures": row["count"],
+        "images": row["count"],
         "NFE": row["NFE"],
         "MACs": row["MACs"],
         "parameters": row["parameters"],
@@ -247,16 +273,22 @@ def _key_value(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _use_processes(args: argparse.Namespace) -> None:
-    """Join the processes that torchrun started, if it did, each with its own GPU."""
+def _use_device(args: argparse.Namespace) -> None:
+    """Check the device, and join the processes that torchrun started, if it did, each with its own GPU."""
     import torch
 
+    try:
+        on_gpu = torch.device(args.device).type == "cuda"
+    except RuntimeError as error:
+        raise ValueError(f"--device {args.device!r}: {str(error).splitlines()[0]}") from error
+    if on_gpu and not torch.cuda.is_available():
+        raise ValueError(f"--device {args.device!r}: torch sees no GPU here")
     if "TORCHELASTIC_RUN_ID" not in os.environ or torch.distributed.is_initialized():
         return
-    on_gpu = args.device.startswith("cuda")
     if on_gpu:
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
     torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+    atexit.register(torch.distributed.destroy_process_group)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
 """CIFAR-100 as in-memory tensors: sources, a held-out split, normalisation, augmentation, batches.
 
-The set (Krizhevsky 2009, https://www.cs.toronto.edu/~kriz/cifar.html) is 50,000 + 10,000 pictures of 32 x 32 pixels in
+The set (Krizhevsky 2009, https://www.cs.toronto.edu/~kriz/cifar.html) is 50,000 + 10,000 images of 32 x 32 pixels in
 100 classes. As uint8 it takes 184 MB, so it is held whole, on the device that trains, and augmented there in batches;
 there is no worker pool.
 
 What is notable:
 
 - :func:`load` reads three layouts (the Hub's parquet, torchvision's pickles, folders of PNGs) into the same tensors,
-  up to the order of the pictures.
+  up to the order of the images.
 - Chance is drawn on the CPU, for the whole batch, from (seed, epoch, batch) alone, and applied afterwards: a resumed
-  run, another device, or one of several ranks sees the pictures that one uninterrupted process sees, to the bit.
+  run, another device, or one of several ranks sees the images that one uninterrupted process sees, to the bit.
 - torch's global generators are left as they were, and play no part.
 
-Shapes: N pictures of a split, B of a batch, H = W = 32 pixels, 3 channels.
+Shapes: N images of a split, B of a batch, H = W = 32 pixels, 3 channels.
 """
 
 import io
@@ -40,7 +40,7 @@ __all__ = [
     "mirror", "normalize", "shift",
 ]  # fmt: skip
 
-MEAN = (0.5071, 0.4865, 0.4409)  # of the training pictures, per channel, on a scale of 0..1
+MEAN = (0.5071, 0.4865, 0.4409)  # of the training images, per channel, on a scale of 0..1
 STD = (0.2673, 0.2564, 0.2762)
 ROWS = {"train": 50_000, "test": 10_000}
 SIDE = 32
@@ -77,14 +77,14 @@ COARSE_OF_FINE = tuple(next(i for i, group in enumerate(CLASSES.values()) if nam
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Pictures and their labels, on one device.
+    """Images and their labels, on one device.
 
     Args:
         images: uint8 (N, 3, H, W).
         labels: int64 (N,).
 
     Raises:
-        ValueError: another dtype or shape, or another number of labels than of pictures.
+        ValueError: another dtype or shape, or another number of labels than of images.
 
     Example:
         >>> split = Split(torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.tensor([0, 1, 2, 3]))
@@ -121,12 +121,12 @@ def load(root: str | os.PathLike | None = None, split: str = "train", download: 
     2. torchvision's ``cifar-100-python`` folder, its md5 sums checked;
     3. ``train/`` and ``test/``, with a folder of PNGs for each class.
 
-    All give the same pictures; the order is that of the source. They are looked for in this order.
+    All give the same images; the order is that of the source. They are looked for in this order.
 
     Args:
         root: the folder; without it, the environment variable RECURRENT_VIT_DATA; without that, a folder of torch's
             cache.
-        split: "train" (50,000 pictures) or "test" (10,000).
+        split: "train" (50,000 images) or "test" (10,000).
         download: when the folder holds none of the layouts, let torchvision fetch the set (169 MB) into it.
 
     Returns:
@@ -157,7 +157,7 @@ def load(root: str | os.PathLike | None = None, split: str = "train", download: 
 
 
 def held_out(labels: Tensor, size: int = 5000, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Split training pictures in two, for choosing anything without the test set: as many of each class held out.
+    """Split training images in two, for choosing anything without the test set: as many of each class held out.
 
     Args:
         labels: int64 (N,).
@@ -168,7 +168,7 @@ def held_out(labels: Tensor, size: int = 5000, seed: int = 0) -> tuple[Tensor, T
         (train, held): sorted int64 indices on the CPU, disjoint, together 0..N-1.
 
     Raises:
-        ValueError: size is not a multiple of the number of classes, or leaves some class without a picture.
+        ValueError: size is not a multiple of the number of classes, or leaves some class without an image.
 
     Example:
         >>> train, held = held_out(torch.tensor([0, 0, 0, 1, 1, 1]), size=2)
@@ -179,12 +179,12 @@ def held_out(labels: Tensor, size: int = 5000, seed: int = 0) -> tuple[Tensor, T
     classes, counts = labels.unique(return_counts=True)
     if not 0 < size < len(labels) or size % len(classes):
         raise ValueError(
-            f"size must be a multiple of the number of classes ({len(classes)}) between 0 and the number of pictures "
+            f"size must be a multiple of the number of classes ({len(classes)}) between 0 and the number of images "
             f"({len(labels)}), both excluded; got {size}"
         )
     per_class = size // len(classes)
     if per_class >= counts.min():
-        raise ValueError(f"size={size} takes {per_class} pictures a class, but a class has only {counts.min()}")
+        raise ValueError(f"size={size} takes {per_class} images a class, but a class has only {counts.min()}")
     generator = _generator("held_out", seed)
     held = torch.zeros(len(labels), dtype=torch.bool)
     for label in classes:
@@ -218,11 +218,11 @@ def normalize(images: Tensor) -> Tensor:
 
 
 def downsample(images: Tensor, size: int) -> Tensor:
-    """Shrink pictures to size x size, bilinearly, antialiased: for the resolution schedule (16, 20, 24 px).
+    """Shrink images to size x size, bilinearly, antialiased: for the resolution schedule (16, 20, 24 px).
 
     Args:
         images: floating point (B, 3, H, W).
-        size: the new height and width; at H = W = size the pictures are returned as they are.
+        size: the new height and width; at H = W = size the images are returned as they are.
 
     Returns:
         (B, 3, size, size), of the same dtype.
@@ -245,20 +245,20 @@ def downsample(images: Tensor, size: int) -> Tensor:
 
 
 def shift(images: Tensor, offsets: Tensor) -> Tensor:
-    """Move each picture by its own offset, reflecting at the border: a crop of the reflect-padded picture.
+    """Move each image by its own offset, reflecting at the border: a crop of the reflect-padded image.
 
     y[b, :, i, j] = x[b, :, r(i + offsets[b, 0]), r(j + offsets[b, 1])] with r the reflection into 0..H-1, 0..W-1.
 
     Args:
         images: (B, 3, H, W), any dtype.
-        offsets: int64 (B, 2), rows and columns, each in 1-H..H-1; 0 leaves the picture where it is.
+        offsets: int64 (B, 2), rows and columns, each in 1-H..H-1; 0 leaves the image where it is.
 
     Returns:
         (B, 3, H, W).
 
     Example:
-        >>> picture = torch.tensor([1, 2, 3]).expand(1, 3, 3, 3)
-        >>> shift(picture, torch.tensor([[0, 1]]))[0, 0, 0]
+        >>> image = torch.tensor([1, 2, 3]).expand(1, 3, 3, 3)
+        >>> shift(image, torch.tensor([[0, 1]]))[0, 0, 0]
         tensor([2, 3, 2])
     """
     height, width = images.shape[-2:]
@@ -269,7 +269,7 @@ def shift(images: Tensor, offsets: Tensor) -> Tensor:
 
 
 def mirror(images: Tensor, mirrored: Tensor) -> Tensor:
-    """Mirror the marked pictures, left to right.
+    """Mirror the marked images, left to right.
 
     Args:
         images: (B, 3, H, W), any dtype.
@@ -287,13 +287,13 @@ def mirror(images: Tensor, mirrored: Tensor) -> Tensor:
 
 
 def alternating_flip(indices: Tensor, epoch: int, seed: int = 0) -> Tensor:
-    """Which pictures to mirror: a coin for each in epoch 0, then in every epoch the other side.
+    """Which images to mirror: a coin for each in epoch 0, then in every epoch the other side.
 
-    Any two successive epochs show both sides of every picture; independent coins show the same side again half of the
+    Any two successive epochs show both sides of every image; independent coins show the same side again half of the
     time (Jordan 2024, https://arxiv.org/abs/2404.00498). The coin is a hash of (index, seed), so nothing is stored.
 
     Args:
-        indices: int64 (B,), the pictures' places in their split.
+        indices: int64 (B,), the images' places in their split.
         epoch: the number of the epoch, from 0.
         seed: of the coins.
 
@@ -313,7 +313,7 @@ def alternating_flip(indices: Tensor, epoch: int, seed: int = 0) -> Tensor:
 
 
 class Draws(NamedTuple):
-    """What chance decided for each picture of a batch."""
+    """What chance decided for each image of a batch."""
 
     offsets: Tensor  # int64 (B, 2): rows and columns to shift by
     mirrored: Tensor  # bool (B,)
@@ -329,16 +329,16 @@ FLIPS = ("random", "alternating", "none")
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How training pictures are varied. The default is the usual crop with padding 4 and flip.
+    """How training images are varied. The default is the usual crop with padding 4 and flip.
 
     The order: shift, mirror, RandAugment, erasing (all on uint8), normalisation, down-sampling.
     RandAugment (Cubuk 2019, https://arxiv.org/abs/1909.13719) and erasing (Zhong 2017,
-    https://arxiv.org/abs/1708.04896) are torchvision's, applied to one picture after the other.
+    https://arxiv.org/abs/1708.04896) are torchvision's, applied to one image after the other.
 
     Args:
         padding: the largest shift, in pixels; 0 for none.
-        flip: "random" (a coin for each picture and epoch), "alternating" (:func:`alternating_flip`) or "none".
-        rand_ops: operations of RandAugment for each picture; 0 for none.
+        flip: "random" (a coin for each image and epoch), "alternating" (:func:`alternating_flip`) or "none".
+        rand_ops: operations of RandAugment for each image; 0 for none.
         rand_magnitude: their magnitude, 0..30.
         erase: probability that a rectangle is painted over in the mean colour; 0 for never.
         size: down-sample to size x size; None to keep the size.
@@ -379,7 +379,7 @@ class Augmentation:
             seed: of the run.
 
         Returns:
-            The :class:`Draws`, on the CPU whatever the device of the pictures.
+            The :class:`Draws`, on the CPU whatever the device of the images.
         """
         count, generator = len(indices), _generator("augment", seed, epoch, batch)
         offsets = torch.randint(-self.padding, self.padding + 1, (count, 2), generator=generator)
@@ -394,7 +394,7 @@ class Augmentation:
 
         Args:
             images: uint8 (B, 3, H, W).
-            draws: for these B pictures.
+            draws: for these B images.
 
         Returns:
             float32 (B, 3, size, size), on the device of the images.
@@ -426,7 +426,7 @@ class Batch(NamedTuple):
 
 
 def batches_per_epoch(count: int, batch_size: int, drop_last: bool = False) -> int:
-    """How many batches an epoch of `count` pictures has.
+    """How many batches an epoch of `count` images has.
 
     Example:
         >>> batches_per_epoch(50_000, 128), batches_per_epoch(50_000, 128, drop_last=True)
@@ -455,13 +455,13 @@ def batches(
 
     Args:
         split: what to draw from.
-        batch_size: pictures in a batch, all ranks together.
+        batch_size: images in a batch, all ranks together.
         epoch: its number, from 0: another epoch, another permutation.
         seed: of the permutation and the augmentation.
         start: the first batch to give.
-        augmentation: without one, pictures are only normalised.
+        augmentation: without one, images are only normalised.
         shuffle: whether to permute; for evaluation, don't.
-        drop_last: leave out a last batch that is not full. Otherwise its parts may differ by a picture between ranks,
+        drop_last: leave out a last batch that is not full. Otherwise its parts may differ by an image between ranks,
             and some may be empty.
         rank: which part of every batch to give.
         world_size: into how many parts every batch is cut; divides batch_size.
@@ -486,7 +486,7 @@ def batches(
     _check_argument("rank", rank, 0 <= rank < world_size, f"0..{world_size - 1}")
     stop = batches_per_epoch(len(split), batch_size, drop_last)
     if not stop:
-        raise ValueError(f"an epoch of {len(split)} pictures has no batch of {batch_size} (drop_last={drop_last})")
+        raise ValueError(f"an epoch of {len(split)} images has no batch of {batch_size} (drop_last={drop_last})")
     _check_argument("start", start, 0 <= start <= stop, f"0..{stop}, the batches of an epoch")
     order = torch.arange(len(split))
     if shuffle:
@@ -532,7 +532,7 @@ def _reflected(length: int, offsets: Tensor) -> Tensor:
 
 
 def _each(transform: Callable[[Tensor], Tensor], images: Tensor, seeds: Tensor) -> Tensor:
-    """Apply a torchvision transform to each picture under its own seed, leaving the global generator as it was."""
+    """Apply a torchvision transform to each image under its own seed, leaving the global generator as it was."""
     if not len(images):
         return images
     done = []
@@ -545,7 +545,7 @@ def _each(transform: Callable[[Tensor], Tensor], images: Tensor, seeds: Tensor) 
 
 
 def _part(count: int, rank: int, world_size: int) -> slice:
-    """The rank's share of `count` pictures: contiguous, sizes differ by at most one."""
+    """The rank's share of `count` images: contiguous, sizes differ by at most one."""
     return slice(count * rank // world_size, count * (rank + 1) // world_size)
 
 
@@ -585,15 +585,15 @@ def _download(folder: Path) -> None:
 
 
 def _check_labels(labels: Sequence[int], split: str, source: object) -> None:
-    """Refuse another number of pictures, a label out of range, or classes of unequal size."""
+    """Refuse another number of images, a label out of range, or classes of unequal size."""
     array, classes = np.asarray(labels), len(FINE_NAMES)
     if len(array) != ROWS[split]:
-        raise ValueError(f"{source}: {len(array)} pictures, expected {ROWS[split]} for {split}")
+        raise ValueError(f"{source}: {len(array)} images, expected {ROWS[split]} for {split}")
     if len(bad := np.flatnonzero((array < 0) | (array >= classes))):
         raise ValueError(f"{source}: row {bad[0]} has label {array[bad[0]]}, expected 0..{classes - 1}")
     counts, expected = np.bincount(array, minlength=classes), ROWS[split] // classes
     if len(bad := np.flatnonzero(counts != expected)):
-        raise ValueError(f"{source}: {counts[bad[0]]} pictures of {FINE_NAMES[bad[0]]}, expected {expected}")
+        raise ValueError(f"{source}: {counts[bad[0]]} images of {FINE_NAMES[bad[0]]}, expected {expected}")
 
 
 def _split(pixels: np.ndarray, labels: Sequence[int]) -> Split:
@@ -604,22 +604,22 @@ def _split(pixels: np.ndarray, labels: Sequence[int]) -> Split:
 def _decode(where: str, source: bytes | Path) -> np.ndarray:
     """uint8 (32, 32, 3) from a PNG. (Pillow and torchvision.io take the same time: 0.08 ms, threads gain nothing.)"""
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=("PNG",)) as picture:
-            found = f"{picture.mode} {picture.width}x{picture.height}"
-            pixels = np.asarray(picture) if found == f"RGB {SIDE}x{SIDE}" else None
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=("PNG",)) as image:
+            found = f"{image.mode} {image.width}x{image.height}"
+            pixels = np.asarray(image) if found == f"RGB {SIDE}x{SIDE}" else None
     except Exception as error:  # whatever a decoder raises on bad bytes
         raise ValueError(f"{where}: not a readable PNG ({error})") from error
     if pixels is None:
-        raise ValueError(f"{where}: a picture of {found}, expected RGB {SIDE}x{SIDE}")
+        raise ValueError(f"{where}: an image of {found}, expected RGB {SIDE}x{SIDE}")
     return pixels
 
 
-def _decode_all(pictures: Sequence[tuple[str, bytes | Path]], split: str) -> np.ndarray:
+def _decode_all(images: Sequence[tuple[str, bytes | Path]], split: str) -> np.ndarray:
     """uint8 (N, 32, 32, 3) from (where, PNG) pairs, with a progress bar on terminals if it takes over two seconds."""
     from tqdm import tqdm
 
-    pixels = np.empty((len(pictures), SIDE, SIDE, 3), dtype=np.uint8)
-    bar = tqdm(pictures, desc=f"CIFAR-100 {split}", unit="img", delay=2, leave=False, disable=None)
+    pixels = np.empty((len(images), SIDE, SIDE, 3), dtype=np.uint8)
+    bar = tqdm(images, desc=f"CIFAR-100 {split}", unit="img", delay=2, leave=False, disable=None)
     for row, (where, source) in enumerate(bar):
         pixels[row] = _decode(where, source)
     return pixels
@@ -630,10 +630,10 @@ def _find_parquet(folder: Path, split: str) -> list[Path]:
 
 
 def _read_parquet(found: list[Path], split: str) -> Split:
-    pictures, fine, coarse = [], [], []
+    images, fine, coarse = [], [], []
     for path in found:
         table = _read_table(path)
-        pictures += [(f"{path}: row {row}", png) for row, png in enumerate(table["bytes"].to_pylist())]
+        images += [(f"{path}: row {row}", png) for row, png in enumerate(table["bytes"].to_pylist())]
         fine += table["fine_label"].to_pylist()
         coarse += table["coarse_label"].to_pylist()
     source = ", ".join(map(str, found))
@@ -641,7 +641,7 @@ def _read_parquet(found: list[Path], split: str) -> Split:
     if wrong := [row for row, label in enumerate(fine) if coarse[row] != COARSE_OF_FINE[label]]:
         name, expected = FINE_NAMES[fine[wrong[0]]], COARSE_OF_FINE[fine[wrong[0]]]
         raise ValueError(f"{source}: row {wrong[0]} ({name}) has coarse label {coarse[wrong[0]]}, expected {expected}")
-    return _split(_decode_all(pictures, split), fine)
+    return _split(_decode_all(images, split), fine)
 
 
 PARQUET = {"img": "struct<bytes: binary, path: string>", "fine_label": "int64", "coarse_label": "int64"}

@@ -13,10 +13,11 @@ What is notable:
 - One pass serves all horizons: the state runs to the largest, and logits are taken on the way. No states are kept.
 - The model is left as it was. Its horizon isn't touched, and its mode is put back when the pass is over or has failed.
 - Logits that aren't all finite (a mis-specified field grows without bound) count as wrong, and are reported.
-- Several processes (torchrun) share the pictures out without padding, and every one gets the same rows.
+- Several processes (torchrun) share the images out without padding, and every one gets the same rows.
 - One checkpoint runs under any solver, field and step size, since the parameters are the same: :func:`rebuild`.
 """
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,12 +29,12 @@ import timm
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from timm.models._input import get_model_args
+from timm.models import get_model_args
 from torch import Tensor, nn
 
 from . import runs
 from .cifar import Batch, Split, batches, batches_per_epoch
-from .model import RecurrentVisionTransformer, _bounded_int
+from .model import RecurrentVisionTransformer, bounded_int
 
 __all__ = ["PRECISIONS", "check_plot", "evaluate", "parse_horizons", "plot_sweep", "rebuild"]
 
@@ -59,9 +60,9 @@ def evaluate(
 
     Args:
         model: A `RecurrentVisionTransformer`.
-        split: Labelled pictures of the model's size; the same in all processes.
+        split: Labelled images of the model's size; the same in all processes.
         horizons: Numbers of steps, in any order; without them the model's own horizon.
-        batch_size: Pictures in a batch, in each process.
+        batch_size: Images in a batch, in each process.
         precision: "fp32" computes in the dtype of the parameters, "bf16" under bfloat16 autocast. Whether products in
             fp32 may run in TF32 is torch's setting.
         progress: Show a bar on standard error, if that is a terminal.
@@ -70,12 +71,12 @@ def evaluate(
         An iterator of rows, one for each horizon, ascending:
 
         - horizon, and trained_horizon, the number of steps the model was made for (steps * stages)
-        - top1, top5: fractions of the pictures
-        - top1_stderr: standard error of top1 = p over n pictures, sqrt(p (1 - p) / n)
-        - loss: cross-entropy in nats, the mean over pictures with finite logits; None if there are none
-        - non_finite: pictures with some logit that is infinite or NaN; they count as wrong
-        - count: pictures
-        - NFE, MACs, parameters: evaluations of the block set and multiply-accumulates for one picture; size
+        - top1, top5: fractions of the images
+        - top1_stderr: standard error of top1 = p over n images, sqrt(p (1 - p) / n)
+        - loss: cross-entropy in nats, the mean over images with finite logits; None if there are none
+        - non_finite: images with some logit that is infinite or NaN; they count as wrong
+        - count: images
+        - NFE, MACs, parameters: evaluations of the block set and multiply-accumulates for one image; size
         - seconds: of the whole pass, which is shared by all horizons; of the slowest process
 
         The pass runs when the first is asked for.
@@ -123,15 +124,23 @@ def _logits(model: RecurrentVisionTransformer, images: Tensor, horizons: list[in
     for step in range(1, horizons[-1] + 1):
         z = model.step(z)
         if step in horizons:
-            logits.append(model.forward_head(model.norm(z)))
+            logits.append(model.forward_head(model.norm(z)).masked_fill(_overflows(z)[:, None], math.nan))
     return torch.stack(logits)
+
+
+def _overflows(z: Tensor) -> Tensor:
+    """bool (B,): whether the variance of a token is beyond the range of its dtype.
+
+    LayerNorm then divides by infinity and gives its bias for every image: finite logits that mean nothing.
+    """
+    return ~z.square().mean(-1).isfinite().all(-1)
 
 
 COLUMNS = ("count", "finite", "top1", "top5", "loss")
 
 
 def _count(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sums over the pictures: float64 (horizons, COLUMNS), from logits (horizons, B, classes) and labels (B,)."""
+    """Sums over the images: float64 (horizons, COLUMNS), from logits (horizons, B, classes) and labels (B,)."""
     logits = logits.double()  # the loss of finite logits is finite, and sums don't depend on the batches
     finite = logits.isfinite().all(-1)
     best = logits.topk(min(5, logits.shape[-1])).indices
@@ -180,17 +189,17 @@ def _inference(model: nn.Module, precision: str) -> Iterator[None]:
 
 
 def _checked(model: nn.Module, split: Split) -> RecurrentVisionTransformer:
-    """The model, if it can be run to any horizon on these pictures."""
+    """The model, if it can be run to any horizon on these images."""
     if not isinstance(model, RecurrentVisionTransformer):
         raise ValueError(
             f"model must be a RecurrentVisionTransformer, not wrapped in another; got {type(model).__name__}"
         )
-    model._check_whole()
+    model.check_whole()
     if not len(split):
         raise ValueError("split is empty: there is nothing to evaluate on")
     expected, found = (model.in_chans, *model.patch_embed.img_size), tuple(split.images.shape[1:])
     if found != expected and (model.patch_embed.strict_img_size or found[0] != expected[0]):
-        raise ValueError(f"split has pictures of shape {found}, the model takes {expected}")
+        raise ValueError(f"split has images of shape {found}, the model takes {expected}")
     least, most = split.labels.min().item(), split.labels.max().item()
     if least < 0 or most >= model.num_classes:
         raise ValueError(f"split has labels from {least} to {most}, the model num_classes={model.num_classes}")
@@ -244,7 +253,7 @@ def parse_horizons(text: str) -> tuple[int, ...]:
 
 
 def _ascending(horizons: Iterable[int]) -> list[int]:
-    steps = sorted({_bounded_int("horizon", horizon) for horizon in horizons})
+    steps = sorted({bounded_int("horizon", horizon) for horizon in horizons})
     if not steps:
         raise ValueError("horizons is empty; give at least one number of steps")
     return steps
@@ -282,7 +291,7 @@ def rebuild(
         >>> twin.solver, twin.horizon, twin.nfe, twin.num_classes
         ('rk4', 12, 48, 10)
     """
-    model._check_whole()
+    model.check_whole()
     origin: Any = model  # timm's attributes on it are dynamic
     if "architecture" not in getattr(origin, "pretrained_cfg", {}):
         raise ValueError("model was not built by timm.create_model, so its name and arguments aren't known")
@@ -298,7 +307,7 @@ def rebuild(
     return twin.to(_first_parameter(model)).train(model.training)
 
 
-# ---- the picture -----------------------------------------------------------------------------------------------------
+# ---- the plot --------------------------------------------------------------------------------------------------------
 
 
 def check_plot(path: str | os.PathLike) -> None:

@@ -21,7 +21,7 @@ The cross-entropy is torch's: it takes labels or class probabilities, and smooth
 Reference: "Training Crossroads for Recurrent Vision Transformers" (2026), https://arxiv.org/abs/2608.04879
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -90,11 +90,11 @@ def backward_stages(
 ) -> tuple[Tensor, Tensor]:
     """Add the gradients of scale * L to the parameters' own, stage by stage: memory does not grow with K.
 
-    With one stage this is the loss of `model(images)`, after `model.horizon` steps; with several, each runs
-    `model.steps`, and the horizon plays no part. The stem gets its gradient from the first stage alone.
+    Each stage runs `model.steps` steps; the horizon plays no part. With one stage this is the ordinary loss. The stem
+    gets its gradient from the first stage alone.
 
     A gradient accumulated over micro-batches and processes is that of the whole batch if
-    scale = (pictures of this call) * (processes) / (pictures of the whole batch, in all calls and processes).
+    scale = (images of this call) * (processes) / (images of the whole batch, in all calls and processes).
 
     Args:
         model: A `RecurrentVisionTransformer`, or a DistributedDataParallel around one. The latter has its gradients
@@ -126,7 +126,7 @@ def backward_stages(
         raise ValueError("images is empty: leave the call out; a missing gradient counts as zero in average_gradients")
     module: Any = model.module if isinstance(model, DistributedDataParallel) else model
     context = nullcontext() if autocast is None else torch.autocast(images.device.type, autocast)
-    stages = _stages(module, images)
+    stages = module.forward_stages(images)
     losses = []
     for _ in range(module.stages):
         with context:
@@ -139,20 +139,13 @@ def backward_stages(
     return torch.stack(losses).mean(), logits.detach()
 
 
-def _stages(model: Any, images: Tensor) -> Iterator[Tensor]:
-    if model.stages == 1:
-        yield model(images)
-    else:
-        yield from model.forward_stages(images)
-
-
 @torch.no_grad()
 def average_gradients(model: nn.Module) -> None:
     """Replace every gradient by its mean over the processes, in one message; with a single process do nothing.
 
     Call it in all processes, once an update: after the last backward pass, before clipping and the optimizer. Gradients
     that are equal already stay as they are. A gradient that is missing counts as zero, as that of a process which got
-    no pictures of a last, short batch; afterwards no parameter that requires a gradient is without one.
+    no images of a last, short batch; afterwards no parameter that requires a gradient is without one.
 
     Args:
         model: Any module with the same parameters in every process.

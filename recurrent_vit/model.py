@@ -22,11 +22,10 @@ from operator import index
 from typing import Any
 
 import torch
-from timm.layers import DropPath, to_2tuple
-from timm.layers.trace_utils import _assert
-from timm.models._features import feature_take_indices
+from timm.layers import DropPath, _assert, to_2tuple
+from timm.models import checkpoint
+from timm.models._features import feature_take_indices  # these two have no public name in timm 1.0.31
 from timm.models._input import update_model_args
-from timm.models._manipulate import checkpoint
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
@@ -52,8 +51,9 @@ LIMITS = {
     "img_size": 16_384,
     "patch_size": 1_024,
 }
-MAX_BLOCK_PARAMETERS = 2**32
-MAX_STATE = 2**28
+MAX_PARAMETERS = 2**30
+MAX_NUMBERS_IN_STATE = 2**26
+MAX_STATES = 100_000
 
 
 class ResidualBlock(Block):
@@ -77,25 +77,33 @@ class ResidualBlock(Block):
 
     def _forward(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool, residual: bool) -> Tensor:
         attention = self.drop_path1(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)))
+        if residual:
+            return attention + self.drop_path2(self.ls2(self.mlp(self.norm2(x + attention))))
         x = x + attention
-        mlp = self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-        return attention + mlp if residual else x + mlp
+        del attention  # its memory serves the gate
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
 class RecurrentVisionTransformer(VisionTransformer):
     """A Vision Transformer whose set of `depth` blocks is applied `steps * stages` times.
 
+    In shapes, B counts images, N tokens (patches and prefix tokens), and C is embed_dim. After construction only the
+    horizon can be changed (`set_horizon`); for another solver, field or step size build another model, which loads the
+    same weights.
+
     Args:
         depth: D, number of unique blocks. They are applied in order b1..bD, and that set cycles.
         steps: S, steps in one supervised stage; with stages=1 the trained number of steps.
         stages: K, number of supervised stages (`forward_stages`).
-        horizon: H, steps that the forward pass runs, in training mode too; default steps * stages.
+        horizon: H, steps that `forward` runs; default steps * stages. Training by `forward_stages` runs steps * stages
+            whatever H is.
         solver: "plain" (z <- F(z)) or a Runge-Kutta method: euler, midpoint, heun2, heun3, rk4, rk4_38.
         field: What a Runge-Kutta method integrates: "state_subtracted", F(z) - z, or "black_box", F(z).
         step_size: h, the time that one step of a Runge-Kutta method takes.
         drop_path_rate: Stochastic depth. A stack whose blocks are trained to be used once follows timm's linear rule
             from 0 to this rate; a block that is used again and again stands at every depth, so shared blocks all have
             this rate, and so has a single one.
+        block_fn: The class of the blocks, `ResidualBlock` or a subclass: a solver needs a block that returns R alone.
         kwargs: timm's own arguments of `VisionTransformer`: img_size, patch_size, in_chans, num_classes,
             global_pool, embed_dim, num_heads, mlp_ratio, class_token, ... `fix_init` scales a block by its
             place in the set.
@@ -135,16 +143,16 @@ class RecurrentVisionTransformer(VisionTransformer):
         block_fn: type[nn.Module] = ResidualBlock,
         **kwargs: Any,
     ) -> None:
-        depth = _bounded_int("depth", depth)
-        steps = _bounded_int("steps", steps)
-        stages = _bounded_int("stages", stages)
+        depth = bounded_int("depth", depth)
+        steps = bounded_int("steps", steps)
+        stages = bounded_int("stages", stages)
         if steps * stages > LIMITS["horizon"]:
             raise ValueError(f"steps={steps}, stages={stages}: their product must be at most {LIMITS['horizon']}")
-        horizon = steps * stages if horizon is None else _bounded_int("horizon", horizon)
+        horizon = _bounded_horizon(steps * stages if horizon is None else horizon, depth)
         tableau = _get_tableau(solver)
         _check_field(field, step_size, solver)
         _check_sizes(depth, kwargs)
-        if not 0 <= drop_path_rate < 1:
+        if not isinstance(drop_path_rate, (int, float)) or not 0 <= drop_path_rate < 1:
             raise ValueError(f"drop_path_rate={drop_path_rate!r} must be at least 0 and below 1")
         if not (isinstance(block_fn, type) and issubclass(block_fn, ResidualBlock)):
             raise ValueError(f"block_fn={block_fn!r} must be a subclass of recurrent_vit.model.ResidualBlock")
@@ -201,14 +209,16 @@ class RecurrentVisionTransformer(VisionTransformer):
     def count_macs(self, horizon: int | None = None, grid_size: tuple[int, int] | None = None) -> int:
         """Multiply-accumulates of the matrix products in a forward pass, per image; one of them is two FLOP.
 
-        Counted are the patch embedding, attention, the linear layers of the blocks and the head; not counted are norms,
-        activations and pooling.
+        Counted are the patch embedding, attention, the linear layers of the blocks, and the head on one pooled vector;
+        not counted are norms, activations and pooling, attention pooling included.
 
         Args:
             horizon: Number of steps; default the model's own.
             grid_size: Patches of an image, rows and columns; default the model's own.
         """
-        num_states = self.num_states if horizon is None else horizon * self._states_per_step
+        num_states = self.num_states
+        if horizon is not None:
+            num_states = _bounded_horizon(horizon, self.depth) * self._states_per_step
         patches = math.prod(grid_size or self.patch_embed.grid_size)
         per_block = [_block_macs(block, patches + self.num_prefix_tokens) for block in self.blocks]
         if self.tableau is None:  # a state is a block application; a pruned schedule may end inside a step
@@ -231,14 +241,16 @@ class RecurrentVisionTransformer(VisionTransformer):
             >>> model.horizon, model.nfe
             (24, 24)
         """
-        self._check_whole()
-        self._set_num_states(_bounded_int("horizon", horizon) * self._states_per_step)
+        self.check_whole()
+        self._set_num_states(_bounded_horizon(horizon, self.depth) * self._states_per_step)
         update_model_args(self, horizon=self.horizon)
 
-    def _check_whole(self) -> None:
+    def check_whole(self) -> None:
+        """Raise ValueError if the model was pruned to some intermediate layers."""
         if self._pruned:
             raise ValueError(
-                f"this model was pruned to {self.num_states} states and has no whole steps; build a new one"
+                f"this model was pruned to its first {self.num_states} states; horizon and stages went with the rest: "
+                "build a new model"
             )
 
     def _set_num_states(self, num_states: int) -> None:
@@ -260,7 +272,11 @@ class RecurrentVisionTransformer(VisionTransformer):
     # ---- the recurrence -------------------------------------------------------------------------------------------
 
     def initial_state(self, x: Tensor) -> Tensor:
-        """Images (B, in_chans, H, W), floating point, to the state z_0 (B, N, C): patches, positions, prefix tokens."""
+        """Images (B, in_chans, H, W), floating point, to the state z_0 (B, N, C): patches, positions, prefix tokens.
+
+        Raises:
+            AssertionError: The images are integers, or of another size than the model's.
+        """
         _assert(
             x.is_floating_point(),
             "images must be floating point, normalised with the mean and std of model.pretrained_cfg; "
@@ -330,15 +346,22 @@ class RecurrentVisionTransformer(VisionTransformer):
             x: Images (B, in_chans, H, W), floating point.
             attn_mask: Attention mask that broadcasts to (B, num_heads, N, N): bool (True = attend) or additive.
             is_causal: Causal attention instead of a mask.
-            return_all_steps: For callers that must go through `forward`, such as DistributedDataParallel.
+            return_all_steps: For callers that must go through `forward`, such as DistributedDataParallel. A model
+                traced by fx does not look at it, a scripted one refuses it.
         """
-        # isinstance: under fx tracing the flag is a Proxy, which has no truth value
-        if not torch.jit.is_scripting() and isinstance(return_all_steps, bool) and return_all_steps:
+        if torch.jit.is_scripting():
+            _assert(not return_all_steps, "return_all_steps=True is not available in a scripted model")
+        elif isinstance(return_all_steps, bool) and return_all_steps:  # under fx it is a Proxy, without a truth value
             return self.forward_steps(x, attn_mask, is_causal)
         return self.forward_head(self.forward_features(x, attn_mask=attn_mask, is_causal=is_causal))
 
     def forward_steps(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Logits after every step, (horizon, B, num_classes), in one pass; the last are those of `forward`.
+
+        Args:
+            x: Images (B, in_chans, H, W), floating point.
+            attn_mask: As in `forward`.
+            is_causal: As in `forward`.
 
         Example:
             >>> import timm, recurrent_vit
@@ -358,6 +381,14 @@ class RecurrentVisionTransformer(VisionTransformer):
         Calling backward on a stage's loss before asking for the next stage frees its graph, so that memory does not
         grow with K. The stem gets its gradient from the first stage alone. The horizon plays no part.
 
+        Args:
+            x: Images (B, in_chans, H, W), floating point.
+            attn_mask: As in `forward`.
+            is_causal: As in `forward`.
+
+        Raises:
+            ValueError: The model was pruned.
+
         Example:
             >>> import timm, recurrent_vit
             >>> model = timm.create_model("bvit_ds", stages=2, steps=1)
@@ -365,7 +396,7 @@ class RecurrentVisionTransformer(VisionTransformer):
             >>> for logits in model.forward_stages(images):
             ...     (torch.nn.functional.cross_entropy(logits, labels) / model.stages).backward()
         """
-        self._check_whole()
+        self.check_whole()
         z = self.initial_state(x)
         for _ in range(self.stages):
             for _ in range(self.steps):
@@ -514,7 +545,8 @@ def _set_drop_path(blocks: Iterable[Any], rate: float) -> None:
 # ---- what a configuration may ask for, checked before any memory is spent ---------------------------------------
 
 
-def _bounded_int(name: str, value: Any, least: int = 1) -> int:
+def bounded_int(name: str, value: Any, least: int = 1) -> int:
+    """`value` as an int, if it is one from `least` to `LIMITS[name]`; otherwise a ValueError that says so."""
     try:
         number = index(value)
     except TypeError:
@@ -524,11 +556,18 @@ def _bounded_int(name: str, value: Any, least: int = 1) -> int:
     return number
 
 
+def _bounded_horizon(horizon: Any, depth: int) -> int:
+    horizon = bounded_int("horizon", horizon)
+    if horizon * depth > MAX_STATES:
+        raise ValueError(f"horizon={horizon} steps of depth={depth} blocks: their product must be at most {MAX_STATES}")
+    return horizon
+
+
 def _bounded_pair(name: str, value: Any) -> tuple[int, int]:
     pair = to_2tuple(value)
     if len(pair) != 2:
         raise ValueError(f"{name}={value!r} must be one integer or a pair (height, width)")
-    return _bounded_int(name, pair[0]), _bounded_int(name, pair[1])
+    return bounded_int(name, pair[0]), bounded_int(name, pair[1])
 
 
 def _get_tableau(solver: str) -> solvers.Tableau | None:
@@ -546,18 +585,18 @@ def _check_field(field: str, step_size: float, solver: str) -> None:
         raise ValueError(f"step_size={step_size!r} must be a finite number above 0")
     if solver == PLAIN and (field != FIELDS[0] or step_size != 1):
         raise ValueError(
-            f"field={field!r}, step_size={step_size!r}: solver='{PLAIN}' applies the block set itself and knows "
-            f"neither; give a Runge-Kutta solver ({', '.join(solvers.TABLEAUS)})"
+            f"field={field!r}, step_size={step_size!r}: solver='{PLAIN}' takes neither a field nor a step size; "
+            f"choose a Runge-Kutta solver ({', '.join(solvers.TABLEAUS)})"
         )
 
 
 def _check_sizes(depth: int, arguments: dict[str, Any]) -> None:
     defaults = {name: p.default for name, p in signature(VisionTransformer.__init__).parameters.items()}
     size = {**defaults, **arguments}
-    embed_dim, num_heads = (_bounded_int(name, size[name]) for name in ("embed_dim", "num_heads"))
-    _bounded_int("in_chans", size["in_chans"])
-    _bounded_int("num_classes", size["num_classes"], least=0)
-    _bounded_int("reg_tokens", size["reg_tokens"], least=0)
+    embed_dim, num_heads = (bounded_int(name, size[name]) for name in ("embed_dim", "num_heads"))
+    bounded_int("in_chans", size["in_chans"])
+    bounded_int("num_classes", size["num_classes"], least=0)
+    bounded_int("reg_tokens", size["reg_tokens"], least=0)
     if embed_dim % num_heads:
         raise ValueError(f"embed_dim={embed_dim} must be divisible by num_heads={num_heads}")
     mlp_ratio = size["mlp_ratio"]
@@ -567,15 +606,18 @@ def _check_sizes(depth: int, arguments: dict[str, Any]) -> None:
     patch_height, patch_width = _bounded_pair("patch_size", size["patch_size"])
     if patch_height > height or patch_width > width:
         raise ValueError(f"patch_size={size['patch_size']!r} is larger than img_size={size['img_size']!r}")
-    parameters = depth * embed_dim**2 * (4 + 2 * mlp_ratio)
-    if parameters > MAX_BLOCK_PARAMETERS:
-        raise ValueError(
-            f"depth={depth}, embed_dim={embed_dim}, mlp_ratio={mlp_ratio}: {parameters:.1e} parameters in the blocks, "
-            f"more than {MAX_BLOCK_PARAMETERS:.1e}"
-        )
     tokens = (height // patch_height) * (width // patch_width)
-    if tokens * embed_dim > MAX_STATE:
+    if tokens * embed_dim > MAX_NUMBERS_IN_STATE:
         raise ValueError(
             f"img_size={size['img_size']!r}, patch_size={size['patch_size']!r}: a state of {tokens} tokens of width "
-            f"{embed_dim} has more than {MAX_STATE:.1e} numbers"
+            f"{embed_dim} has more than {MAX_NUMBERS_IN_STATE:.1e} numbers"
+        )
+    blocks = depth * embed_dim * (4 + 3 * mlp_ratio)  # attention, and the three matrices of a gate
+    stem = size["in_chans"] * patch_height * patch_width + tokens
+    parameters = embed_dim * (blocks + stem + size["num_classes"])
+    if parameters > MAX_PARAMETERS:
+        raise ValueError(
+            f"depth={depth}, embed_dim={embed_dim}, mlp_ratio={mlp_ratio}, in_chans={size['in_chans']}, "
+            f"patch_size={size['patch_size']!r}, num_classes={size['num_classes']}: about {parameters:.1e} parameters, "
+            f"more than {MAX_PARAMETERS:.1e}"
         )

@@ -1,6 +1,6 @@
 """Training recipes as data, and the plan that a recipe and a budget of compute make for a model.
 
-A recipe is a sequence of phases, each with its own picture size and fraction of the model's block applications, and a
+A recipe is a sequence of phases, each with its own image size and fraction of the model's block applications, and a
 share of the compute. Cheap phases come first: the flow that the full model runs is learned at low resolution with few,
 large steps. Compute is counted in PFLOP (1e15 floating-point operations): one multiply-accumulate is two of them, and a
 training image costs three forward passes.
@@ -28,15 +28,15 @@ PFLOP = 10**15
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training at one picture size and one number of steps.
+    """A stretch of training at one image size and one number of steps.
 
     Args:
         share: Of the recipe's compute.
-        size: Height and width of the pictures in pixels.
+        size: Height and width of the images in pixels.
         fraction: Of the model's block applications: 1/4 trains a model of 12 steps with 3.
-        batch_size: Pictures in one update, over all processes.
-        micro_batch: Pictures in one forward and backward pass.
-        padding: The largest shift of the augmentation, in pixels of the 32-pixel picture.
+        batch_size: Images in one update, over all processes.
+        micro_batch: Images in one forward and backward pass.
+        padding: The largest shift of the augmentation, in pixels of the 32-pixel image.
         ema: Whether to keep an exponential moving average of the weights.
     """
 
@@ -71,7 +71,7 @@ class Recipe:
         hold: Fraction of the compute from which on it falls to 0.
         decay: The form of the fall, "linear" or "cosine".
         label_smoothing: Of the cross-entropy.
-        dropout: Of the attention and gate projections (timm's proj_drop_rate).
+        dropout: After the attention projection, the gate, and the last linear layer (timm's proj_drop_rate).
         flip: As in `cifar.Augmentation`.
         ema_decay: Of the moving average.
         ema_warmup: Whether its decay starts at 0 and rises as t / (10 + t), t counting updates.
@@ -128,7 +128,7 @@ class Recipe:
         return left if self.decay == "linear" else (1 - math.cos(math.pi * left)) / 2
 
     def augmentation(self, phase: Phase) -> Augmentation:
-        """What the phase does to its pictures."""
+        """What the phase does to its images."""
         return Augmentation(padding=phase.padding, flip=self.flip, size=phase.size)
 
 
@@ -139,8 +139,9 @@ RECIPES = {
             name="paper",
             source="arXiv 2608.04879: 200 epochs, AdamW 1e-3, weight decay 0.05, batch 128, dropout 0.1, EMA 0.999, "
             "cross-entropy, three runs. Open there and ours: cosine decay to 0 after 5 epochs of warm-up, random crop "
-            "with padding 4 and flip, no decay on biases, norms and positions, dropout behind both projections of the "
-            "block, the average published, and the accuracy of the last epoch reported.",
+            "with padding 4 and flip, no decay on biases, norms and positions, dropout after the attention projection, "
+            "the gate and the last linear layer of a block, the average published, and the accuracy of the last epoch "
+            "reported.",
             expected="not run",
             time="not run; 38 PFLOP a model",
             command="recurrent-vit train bvit --recipe paper --data DATA --out runs/bvit.paper --seed 0  # and 1, 2",

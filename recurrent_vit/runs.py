@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import safetensors.torch
 import timm
@@ -71,22 +71,53 @@ def place() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def open_folder(path: str | Path, resume: bool) -> Path:
-    """Make the folder of a run, or find the one to resume.
+@contextlib.contextmanager
+def open_folder(path: str | Path, resume: bool) -> Iterator[Path]:
+    """Make the folder of a run, or find the one to resume, and keep other runs out of it while entered.
 
     Raises:
-        FileExistsError: It holds a run, and `resume` is false.
-        NotADirectoryError, PermissionError: It cannot be made, or not written to.
+        FileExistsError: It holds a run, and `resume` is false; or another process is training in it.
+        OSError: It cannot be made, or not written to.
     """
-    folder = Path(path)
+    folder, error = Path(path), None
+    with contextlib.ExitStack() as stack:
+        if place()[0] == 0:
+            try:
+                stack.enter_context(_owned(folder, resume))
+            except OSError as caught:
+                error = caught
+        if dist.is_initialized():  # the other processes wait for the first, and share its error
+            shared = [error]
+            dist.broadcast_object_list(shared)
+            error = shared[0]
+        if error is not None:
+            raise error
+        yield folder
+
+
+@contextlib.contextmanager
+def _owned(folder: Path, resume: bool) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
-    for part in folder.glob(".*.part"):  # of a process that was killed while it wrote
-        part.unlink()
-    write_atomically(folder / ".writable", lambda file: None)
-    (folder / ".writable").unlink(missing_ok=True)
-    if not resume and (find_checkpoints(folder) or (folder / HISTORY).exists()):
-        raise FileExistsError(f"{folder} holds a run already; give --resume to go on with it, or another --out")
-    return folder
+    with (folder / ".lock").open("w") as lock:
+        _lock(lock, folder)
+        if not resume and (find_checkpoints(folder) or (folder / HISTORY).exists()):
+            raise FileExistsError(f"{folder} holds a run already; give --resume to go on with it, or another --out")
+        for part in folder.glob(".*.part"):  # of a process that was killed while it wrote
+            part.unlink()
+        yield
+        (folder / ".lock").unlink(missing_ok=True)
+
+
+def _lock(file: IO[str], folder: Path) -> None:
+    """Own the file until it is closed or the process dies (where the system has such locks: not on Windows)."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise FileExistsError(f"another process is training in {folder}; give another --out") from error
 
 
 @contextlib.contextmanager
@@ -217,8 +248,8 @@ class Reporter:
     def __exit__(self, *_: object) -> None:
         self.bar.close()
 
-    def __call__(self, leg: int, update: int, loss: Tensor, seconds: float, learning_rate: float) -> None:
-        self.now, self.learning_rate = self._at(leg, update, seconds), learning_rate
+    def __call__(self, leg: int, update: int, loss: Tensor, seconds: float, lr_factor: float) -> None:
+        self.now, self.lr_factor = self._at(leg, update, seconds), lr_factor
         self.losses.append(loss)
         if seconds - self.last.seconds >= LOG_SECONDS:
             self.flush()
@@ -246,13 +277,13 @@ class Reporter:
             "pflop": round(self.now.flop / PFLOP, 6),
             "seconds": round(self.now.seconds, 2),
             "loss": round(loss, 5),
-            "learning_rate": round(self.learning_rate, 5),
+            "lr_factor": round(self.lr_factor, 5),
             "images_per_second": round(flop / self.plan[self.now.leg].flop_per_image / seconds, 1),
             "gflop_per_second": round(flop / seconds / 1e9, 1),
         }
         if self.main:
             append_history(self.folder, row)
-        shown = {"px": row["size"], "loss": row["loss"], "lr": row["learning_rate"], "img/s": row["images_per_second"]}
+        shown = {"px": row["size"], "loss": row["loss"], "lr": row["lr_factor"], "img/s": row["images_per_second"]}
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update(round(self.now.flop / 1e9) - self.bar.n)
         self.last, self.losses = self.now, []

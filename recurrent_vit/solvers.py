@@ -8,7 +8,7 @@ The field of a recurrent block does not see the time, so the nodes c_i = sum_j a
 table. Names: `heun2` is what papers call Heun (explicit trapezoid), `rk4` the classical method, and `rk4_38` the 3/8
 rule, which is the one that torchdiffeq runs under the name "rk4".
 
-Reference: Hairer, Norsett, Wanner, "Solving Ordinary Differential Equations I" (2nd ed. 1993), chapter II.1,
+Reference: Hairer, Nørsett, Wanner, "Solving Ordinary Differential Equations I" (2nd ed. 1993), chapter II.1,
 https://doi.org/10.1007/978-3-540-78862-1
 """
 
@@ -50,7 +50,9 @@ class Tableau:
     b: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not self.b or [len(row) for row in self.a] != list(range(len(self.b))):
+        if not self.b:
+            raise ValueError(f"tableau {self.name!r}: b is empty")
+        if [len(row) for row in self.a] != list(range(len(self.b))):
             raise ValueError(
                 f"tableau {self.name!r}: row i of a must hold i weights (0, 1, ..., {len(self.b) - 1}), "
                 f"got {[len(row) for row in self.a]}"
@@ -105,7 +107,7 @@ TABLEAUS: dict[str, Tableau] = {
 
 
 def advance(z: Tensor, slopes: list[Tensor], weights: list[float], h: float) -> Tensor:
-    """z + h * sum_i w_i k_i, one fused multiply-add per non-zero weight; z itself when there is none."""
+    """z + h * sum_i w_i k_i, one scaled addition per non-zero weight; z itself when there is none."""
     for weight, slope in zip(weights, slopes):
         if weight != 0.0:
             z = torch.add(z, slope, alpha=h * weight)

@@ -59,7 +59,7 @@ class Job:
     compile: bool
 
     def build(self, leg: Leg) -> RecurrentVisionTransformer:
-        """The model of a leg; its positions are interpolated to the size of the pictures in the forward pass."""
+        """The model of a leg; its positions are interpolated to the size of the images in the forward pass."""
         kwargs = {
             **self.model_kwargs,
             **leg.model_args,
@@ -114,7 +114,7 @@ def fit(
     Args:
         name: A name of the zoo.
         recipe: How.
-        train: On what: uint8 pictures and labels.
+        train: On what: uint8 images and labels.
         out: Folder of the run; new or empty, unless `resume`.
         seed: Of initial weights, order, augmentation and dropout.
         pflop: Compute to spend, in units of 1e15 FLOP; default the recipe's.
@@ -135,18 +135,28 @@ def fit(
         Interrupted: SIGTERM or SIGINT came; a checkpoint of that moment is written.
         OSError: The disk is full or the folder cannot be written; the checkpoints that are there stay whole.
     """
+    runs.import_figure()  # the learning curve is drawn at the end: what is missing must show now
     precision = precision or ("bf16" if device.startswith("cuda") else "fp32")
     model_kwargs = dict(model_kwargs or {})
     plan = make_plan(name, recipe, len(train), pflop, **model_kwargs)
     job = Job(name, model_kwargs, recipe, plan, train.to(device), seed, torch.device(device), precision, compile)
-    folder = runs.open_folder(out, resume)
-    state = _resume(job, folder) or _start(job)
+    with runs.open_folder(out, resume) as folder:
+        state = _resume(job, folder) or _start(job)
+        _run(job, state, folder, checkpoint_seconds)
+        return _finish(job, state, folder)
+
+
+def _run(job: Job, state: State, folder: Path, checkpoint_seconds: float) -> None:
+    """Train to the end of the plan, with checkpoints and history."""
     saved = time.monotonic()
-    with runs.Reporter(folder, plan, state.leg, state.update, state.seconds) as report, runs.stop_signals() as stopped:
+    with (
+        runs.Reporter(folder, job.plan, state.leg, state.update, state.seconds) as report,
+        runs.stop_signals() as stopped,
+    ):
         for loss in _updates(job, state):
             report(state.leg, state.update, loss, state.seconds, _learning_rate(job, state))
-            signal = stopped()
-            if signal or state.update == plan[state.leg].updates or time.monotonic() - saved >= checkpoint_seconds:
+            signal, leg_is_done = stopped(), state.update == job.plan[state.leg].updates
+            if signal or leg_is_done or time.monotonic() - saved >= checkpoint_seconds:
                 report.flush()
                 runs.save_checkpoint(folder, report.done, _pack(job, state))
                 saved = time.monotonic()
@@ -154,7 +164,6 @@ def fit(
                 raise Interrupted(
                     f"stopped by {signal} after update {report.done} of {report.total}; --resume goes on from there"
                 )
-    return _finish(job, state, folder)
 
 
 def _updates(job: Job, state: State) -> Iterator[Tensor]:
@@ -331,7 +340,7 @@ def whiten(model: RecurrentVisionTransformer, images: Tensor, epsilon: float = 5
 
     Args:
         model: Its patch embedding is changed in place; it stays trainable.
-        images: Normalised training pictures (N, in_chans, H, W), of any size that patches divide.
+        images: Normalised training images (N, in_chans, H, W), of any size that patches divide.
         epsilon: Keeps directions without variance from being blown up.
     """
     embed = model.patch_embed.proj

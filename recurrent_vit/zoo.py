@@ -3,11 +3,10 @@
 All CIFAR rows cost twelve block applications per image, so they can be compared at equal compute. The paper fixes width
 256, patch 4, SwiGLU, a final layer normalisation and the number of evaluations; the number of heads, mean pooling
 without a class token and the gate width of 688 (8/3 * 256 rounded up to a multiple of 16) are choices of ours. The
-ImageNet rows are sized like timm's ViT-S/16 and ViT-B/16, after the predecessor, "bViT: Investigating Single-Block
-Recurrence in Vision Transformers" (2026), https://arxiv.org/abs/2605.10661; they have no weights.
+ImageNet rows are sized like timm's ViT-S/16 and ViT-B/16, after the predecessor, Byra et al., "bViT: Investigating
+Single-Block Recurrence in Vision Transformers for Image Recognition" (2026), https://arxiv.org/abs/2605.10661; they
+have no weights.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -158,7 +157,7 @@ def _create(variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> Recur
 
 
 def _entrypoint(variant: Variant) -> Callable[..., RecurrentVisionTransformer]:
-    """The function that timm registers for a row; it goes by the row's name."""
+    """The entry point that timm registers for a row, named after it."""
 
     def create(pretrained: bool = False, **kwargs: Any) -> RecurrentVisionTransformer:
         return _create(variant, pretrained, kwargs)

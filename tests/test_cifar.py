@@ -25,11 +25,11 @@ needs_data = pytest.mark.skipif(
 )
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the GPU with the CPU: no GPU here")
 
-TINY = {"train": 300, "test": 200}  # three and two pictures a class
+TINY = {"train": 300, "test": 200}  # three and two images a class
 
 
 def noise(count, seed=0):
-    """Random pictures with labels 0, 1, .. 99, 0, 1 ..."""
+    """Random images with labels 0, 1, .. 99, 0, 1 ..."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.randint(256, (count, 3, 32, 32), generator=generator, dtype=torch.uint8)
     return Split(images, torch.arange(count) % 100)
@@ -44,7 +44,7 @@ def encode(pixels, kind="PNG"):
     return file.getvalue()
 
 
-def pictures(split):
+def images(split):
     return [np.ascontiguousarray(image) for image in split.images.permute(0, 2, 3, 1).numpy()]
 
 
@@ -52,7 +52,7 @@ def columns(split):
     """The columns of the Hub's parquet, as lists."""
     fine = split.labels.tolist()
     return {
-        "img": [{"bytes": encode(pixels), "path": f"{row}.png"} for row, pixels in enumerate(pictures(split))],
+        "img": [{"bytes": encode(pixels), "path": f"{row}.png"} for row, pixels in enumerate(images(split))],
         "fine_label": fine,
         "coarse_label": [cifar.COARSE_OF_FINE[label] for label in fine],
     }
@@ -86,7 +86,7 @@ def write_folders(folder, splits):
     for name, split in splits.items():
         for fine in cifar.FINE_NAMES:
             (folder / name / fine).mkdir(parents=True)
-        for row, (pixels, label) in enumerate(zip(pictures(split), split.labels, strict=True)):
+        for row, (pixels, label) in enumerate(zip(images(split), split.labels, strict=True)):
             (folder / name / cifar.FINE_NAMES[label] / f"{row}.png").write_bytes(encode(pixels))
 
 
@@ -102,7 +102,7 @@ def accept_pickles(monkeypatch, folder):
 
 
 def class_sums(split):
-    """The number of pictures and the sum over all pixels of each class."""
+    """The number of images and the sum over all pixels of each class."""
     sums = split.images.flatten(1).sum(1, dtype=torch.int64)
     return split.labels.bincount(), torch.zeros(100, dtype=torch.int64).index_add(0, split.labels, sums)
 
@@ -268,9 +268,9 @@ def test_without_pyarrow(tiny, tmp_path, monkeypatch):
 GRAY = np.zeros((32, 32), dtype=np.uint8)
 PIXELS = np.zeros((32, 32, 3), dtype=np.uint8)
 BAD_PICTURES = {  # bytes -> what the error says
-    "wide": (encode(np.zeros((32, 33, 3), dtype=np.uint8)), "a picture of RGB 33x32, expected RGB 32x32"),
-    "gray": (encode(GRAY), "a picture of L 32x32, expected RGB 32x32"),
-    "alpha": (encode(np.zeros((32, 32, 4), dtype=np.uint8)), "a picture of RGBA 32x32"),
+    "wide": (encode(np.zeros((32, 33, 3), dtype=np.uint8)), "an image of RGB 33x32, expected RGB 32x32"),
+    "gray": (encode(GRAY), "an image of L 32x32, expected RGB 32x32"),
+    "alpha": (encode(np.zeros((32, 32, 4), dtype=np.uint8)), "an image of RGBA 32x32"),
     "jpeg": (encode(PIXELS, "JPEG"), "not a readable PNG"),
     "cut": (encode(noise(1).images[0].permute(1, 2, 0).numpy())[:500], "not a readable PNG"),
     "empty": (b"", "not a readable PNG"),
@@ -292,11 +292,11 @@ BAD_COLUMNS = {  # edit of the columns -> what the error says
     "foreign": (lambda c: {"text": ["a", "b"]}, "columns .*'text': 'string'"),
     "text labels": (lambda c: {**c, "fine_label": [str(i) for i in c["fine_label"]]}, "'fine_label': 'string'"),
     "no label": (with_item("fine_label", 7, None), "missing values {'fine_label': 1}"),
-    "no picture": (with_item("img", 7, None), "missing values {'bytes': 1}"),
-    "a row less": (lambda c: {k: v[1:] for k, v in c.items()}, "199 pictures, expected 200 for test"),
+    "no image": (with_item("img", 7, None), "missing values {'bytes': 1}"),
+    "a row less": (lambda c: {k: v[1:] for k, v in c.items()}, "199 images, expected 200 for test"),
     "label 100": (with_item("fine_label", 7, 100), r"row 7 has label 100, expected 0\.\.99"),
     "label -1": (with_item("fine_label", 8, -1), r"row 8 has label -1, expected 0\.\.99"),
-    "uneven": (with_item("fine_label", 0, 1), "1 pictures of apple, expected 2"),
+    "uneven": (with_item("fine_label", 0, 1), "1 images of apple, expected 2"),
     "coarse": (with_item("coarse_label", 0, 5), r"row 0 \(apple\) has coarse label 5, expected 4"),
     **{
         name: (with_item("img", 9, {"bytes": png, "path": ""}), f"row 9: {says}")
@@ -348,7 +348,7 @@ def test_bad_class_folders(tiny, tmp_path):
 def test_missing_picture_in_folder(tiny, tmp_path):
     write_folders(tmp_path, {"test": tiny["test"]})
     (tmp_path / "test" / "bear" / "3.png").unlink()
-    with pytest.raises(ValueError, match="199 pictures, expected 200"):
+    with pytest.raises(ValueError, match="199 images, expected 200"):
         cifar.load(tmp_path, "test")
 
 
@@ -362,7 +362,7 @@ def test_wrong_md5(tiny, tmp_path):
 def test_wrong_number_of_rows_in_pickle(tiny, tmp_path, monkeypatch):
     write_torchvision(tmp_path, {**tiny, "test": tiny["test"][:100]})
     accept_pickles(monkeypatch, tmp_path)
-    with pytest.raises(ValueError, match="cifar-100-python: 100 pictures, expected 200"):
+    with pytest.raises(ValueError, match="cifar-100-python: 100 images, expected 200"):
         cifar.load(tmp_path, "test")
 
 
@@ -421,7 +421,7 @@ def test_held_out_refuses(size, says):
 
 
 def test_held_out_refuses_to_empty_a_class():
-    with pytest.raises(ValueError, match="takes 2 pictures a class, but a class has only 2"):
+    with pytest.raises(ValueError, match="takes 2 images a class, but a class has only 2"):
         cifar.held_out(torch.tensor([0] * 8 + [1] * 2), 4)
 
 
@@ -429,7 +429,7 @@ def test_held_out_refuses_to_empty_a_class():
 
 
 def shifted(image, rows, columns, padding=4):
-    """One picture, the textbook way: pad by reflection, then crop."""
+    """One image, the textbook way: pad by reflection, then crop."""
     padded = np.pad(image, ((0, 0), (padding, padding), (padding, padding)), mode="reflect")
     return padded[:, padding + rows :, padding + columns :][:, : image.shape[1], : image.shape[2]]
 
@@ -491,7 +491,7 @@ def test_alternating_flip_alternates():
 
 
 def test_alternating_flip_is_a_fair_coin_of_index_and_seed():
-    """Half of the pictures, half of the neighbours, half of the pictures under two seeds: within 5 sigma."""
+    """Half of the images, half of the neighbours, half of the images under two seeds: within 5 sigma."""
     coins = torch.stack([cifar.alternating_flip(torch.arange(50_000), 0, seed) for seed in range(20)])
     sigma = 0.5 / 50_000**0.5
     for shares in (coins, coins[:, 1:] == coins[:, :-1], coins[1:] == coins[:-1], coins[2:] == coins[:-2]):
@@ -551,7 +551,7 @@ def test_draws_depend_on_seed_epoch_and_batch(other):
     ],
 )
 def test_torchvision_transforms_run_per_picture(augmentation, transform):
-    """As if each picture had been transformed alone under its seed; the global generator is left as it was."""
+    """As if each image had been transformed alone under its seed; the global generator is left as it was."""
     images = noise(24).images
     draws = augmentation.draw(torch.arange(24), epoch=0, batch=0, seed=0)
     before = torch.get_rng_state()
@@ -671,7 +671,7 @@ def test_global_generator_is_left_alone():
         ({"rank": 2, "world_size": 2}, r"rank must be 0\.\.1"),
         ({"start": 5}, r"start must be 0\.\.4"),
         ({"start": -1}, "start must be"),
-        ({"batch_size": 64, "drop_last": True}, "an epoch of 50 pictures has no batch of 64"),
+        ({"batch_size": 64, "drop_last": True}, "an epoch of 50 images has no batch of 64"),
         ({"seed": -1}, "seed must be"),
         ({"epoch": -1}, "epoch must be"),
     ],

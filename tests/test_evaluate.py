@@ -1,4 +1,4 @@
-"""Evaluation against a loop over single pictures, in one process and in two; rebuilding; the picture of a sweep."""
+"""Evaluation against a loop over single images, in one process and in two; rebuilding; the image of a sweep."""
 
 import json
 import math
@@ -25,7 +25,7 @@ KEYS = [
 
 @pytest.fixture
 def split():
-    """Random pictures, an odd number of them; `sharp` gives them their labels."""
+    """Random images, an odd number of them; `sharp` gives them their labels."""
     return Split(torch.randint(256, (17, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (17,)))
 
 
@@ -59,7 +59,7 @@ def assert_same(rows, expected):
 
 @torch.no_grad()
 def naive(model, split, horizon):
-    """The rows' statistics from one picture at a time, with floats and sorting."""
+    """The rows' statistics from one image at a time, with floats and sorting."""
     top1 = top5 = loss = 0
     for image, label in zip(split.images, split.labels.tolist()):
         z = model.initial_state(normalize(image[None]))
@@ -179,7 +179,7 @@ def test_a_black_box_field_that_overflows_counts_as_wrong(sharp, split):
 
 def test_a_picture_with_any_logit_not_finite_is_wrong():
     logits = torch.zeros(1, 6, 3)
-    logits[..., 0] = 2.0  # every picture would be right
+    logits[..., 0] = 2.0  # every image would be right
     logits[0, 1, 1] = math.nan
     logits[0, 2, 0] = math.inf
     logits[0, 3, 2] = -math.inf
@@ -273,9 +273,9 @@ def test_a_model_or_split_that_does_not_fit_is_named(small, split):
         evaluate(model, split)
     with pytest.raises(ValueError, match=r"labels from -1 to"):
         evaluate(model, Split(split.images, split.labels % 3 - 1))
-    with pytest.raises(ValueError, match=r"pictures of shape \(3, 32, 32\), the model takes \(3, 64, 64\)"):
+    with pytest.raises(ValueError, match=r"images of shape \(3, 32, 32\), the model takes \(3, 64, 64\)"):
         evaluate(small("bvit", img_size=64), split)
-    with pytest.raises(ValueError, match=r"pictures of shape \(3, 32, 32\), the model takes \(1, 32, 32\)"):
+    with pytest.raises(ValueError, match=r"images of shape \(3, 32, 32\), the model takes \(1, 32, 32\)"):
         evaluate(small("bvit", in_chans=1), split)
     with pytest.raises(ValueError, match="split is empty"):
         evaluate(model, split[:0])
@@ -327,7 +327,7 @@ given = torch.load(f"{folder}/given.pt")
 model = timm.create_model("bvit", **given["arguments"])
 model.load_state_dict(given["weights"])
 split = Split(given["images"], given["labels"])
-# 17 pictures in batches of 2 x 4: the last has one, which leaves the other process without
+# 17 images in batches of 2 x 4: the last has one, which leaves the other process without
 start = time.perf_counter()
 rows = [list(evaluate(model, split[:n], horizons=given["horizons"], batch_size=4)) for n in given["sizes"]]
 torch.save((rows, time.perf_counter() - start), f"{folder}/result{rank}.pt")
@@ -430,7 +430,7 @@ def test_rebuild_names_what_is_wrong(small):
         rebuild(model)
 
 
-# ---- the picture -----------------------------------------------------------------------------------------------------
+# ---- the image -----------------------------------------------------------------------------------------------------
 
 
 def sweep(**kwargs):

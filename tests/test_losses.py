@@ -130,10 +130,10 @@ def test_soft_targets(small, images):
     assert_close(gradients(model), expected, TOLERANCES[torch.float64])
 
 
-def test_one_stage_runs_to_the_horizon(small, images):
-    model = small("bvit", steps=3)
-    model.set_horizon(2)
+def test_the_horizon_plays_no_part_in_training(small, images):
+    model = small("bvit", steps=3, horizon=2)
     loss, logits = backward_stages(model, images, LABELS)
+    model.set_horizon(3)
     assert torch.equal(logits, model(images))
     assert loss == F.cross_entropy(logits, LABELS)
 
@@ -247,7 +247,7 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=
 given = torch.load(f"{folder}/given.pt")
 images, labels = given["images"], given["labels"]
 mine = slice(0, 6) if rank == 0 else slice(6, 8)  # unequal parts
-scale = 2 / len(images)  # of a picture
+scale = 2 / len(images)  # of an image
 result = {}
 
 for name, kwargs in given["architectures"].items():
@@ -268,7 +268,7 @@ for name, kwargs in given["architectures"].items():
     result[f"{name} averaged twice"] = gradients()
 
     model.zero_grad()
-    if rank == 0:  # the other process has no pictures in this batch
+    if rank == 0:  # the other process has no images in this batch
         backward_stages(model, images, labels, scale=2.0)
     average_gradients(model)
     result[f"{name} one process idle"] = gradients()

@@ -1,6 +1,7 @@
 """The command line as a user meets it: output, exit codes, and what it does not import."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -100,6 +101,22 @@ def test_help_as_a_module_does_not_load_torch():
     assert "torch" not in result.stderr
 
 
+def test_help_as_a_module_spelled_in_one_word():
+    command = [sys.executable, "-mrecurrent_vit", "--help"]
+    assert "usage: recurrent-vit" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("flags", [["-m", "package.module"], ["-mpackage.module"], ["-um", "package.module"]])
+def test_a_package_that_imports_us_registers_the_names(tmp_path, flags):
+    # while Python looks for package.module, argv[0] is "-m" as it is when it looks for us
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import recurrent_vit")
+    (tmp_path / "package" / "module.py").write_text("import timm\nprint(timm.is_model('bvit'))")
+    command = [sys.executable, *flags, "-m", "recurrent_vit"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert result.stdout == "True\n"
+
+
 def test_a_module_that_imports_us_registers_the_names(tmp_path):
     (tmp_path / "other.py").write_text("import recurrent_vit, timm\nprint(timm.is_model('bvit'))")
     result = subprocess.run([sys.executable, "-m", "other"], capture_output=True, text=True, check=True, cwd=tmp_path)
@@ -107,7 +124,7 @@ def test_a_module_that_imports_us_registers_the_names(tmp_path):
 
 
 def test_a_closed_pipe_is_not_an_error():
-    shell = f"{sys.executable} -m recurrent_vit list | head -c 1; exit ${{PIPESTATUS[0]}}"
+    shell = f"{sys.executable} -m recurrent_vit list | true; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
     assert result.returncode == 0
     assert result.stderr == ""
@@ -138,7 +155,7 @@ TINY = ["--model-kwargs", "embed_dim=16", "num_heads=2"]
 def test_train_then_evaluate(data, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["train", "bvit_ds", "--out", str(out), "--pflop", "2e-5", "--held-out", "100", *TINY]) == 0
-    assert "bvit_ds on 100 held-out training pictures:" in capsys.readouterr().out
+    assert "bvit_ds on 100 held-out training images:" in capsys.readouterr().out
     rows, picture = tmp_path / "rows.jsonl", tmp_path / "sweep.png"
     options = ["--horizon", "1,12,24", "--limit", "200", "--json", str(rows), "--plot", str(picture)]
     assert main(["evaluate", str(out), *options]) == 0
@@ -162,7 +179,7 @@ def test_evaluate_under_another_solver(data, tmp_path, capsys):
     assert (row["horizon"], row["NFE"], row["trained_horizon"]) == (2, 8, 12)
 
 
-def test_the_run_of_a_loop_that_stops_is_gone_on_with(data, tmp_path, capsys):
+def test_a_finished_run_is_refused_without_resume(data, tmp_path, capsys):
     command = ["train", "bvit", "--out", str(tmp_path / "run"), "--pflop", "2e-5", *TINY]
     assert main(command) == 0
     capsys.readouterr()
@@ -183,6 +200,8 @@ def test_the_run_of_a_loop_that_stops_is_gone_on_with(data, tmp_path, capsys):
         (["train", "bvit", "--out", "OUT", "--model-kwargs", "steps"], "--model-kwargs 'steps': give KEY=VALUE"),
         (["train", "bvit", "--out", "OUT", "--model-kwargs", "steps=0"], "steps=0 must be an integer from 1"),
         (["train", "bvitt", "--out", "OUT"], "'bvitt' is not a name of the zoo (vit_cifar, bvit,"),
+        (["train", "bvit", "--out", "OUT", "--model-kwargs", "stepz=3"], "--model-kwargs: "),
+        (["train", "bvit", "--out", "OUT", "--device", "gpu"], "--device 'gpu': "),
         (["train", "bvit", "--out", "OUT", "--held-out", "7"], "size must be a multiple of the number of classes"),
     ],
 )
@@ -198,3 +217,21 @@ def test_a_mistake_is_one_line(data, arguments, message, capsys, tmp_path, monke
 def test_missing_data_says_where_it_was_looked_for(tmp_path, capsys):
     assert main(["train", "bvit", "--data", str(tmp_path / "none"), "--out", str(tmp_path / "run")]) == 1
     assert f"was not found in {tmp_path / 'none'}" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, so that asking for one is no mistake")
+def test_a_gpu_that_is_not_there_is_one_line(data, tmp_path, capsys):
+    assert main(["train", "bvit", "--out", str(tmp_path / "run"), "--device", "cuda"]) == 1
+    assert capsys.readouterr().err == "recurrent-vit: --device 'cuda': torch sees no GPU here\n"
+
+
+@pytest.mark.skipif("RECURRENT_VIT_DATA" not in os.environ, reason="needs CIFAR-100: set RECURRENT_VIT_DATA")
+def test_torchrun_trains_and_evaluates_in_two_processes(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "recurrent_vit", "train", "bvit", "--out", str(tmp_path / "run"), "--pflop", "1e-5"]
+    result = subprocess.run(
+        [*command, "--held-out", "100", *TINY], capture_output=True, text=True, timeout=250, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("bvit on 100 held-out training images:") == 1
+    assert (tmp_path / "run" / "model.safetensors").is_file()

@@ -220,6 +220,15 @@ def test_a_run_is_not_written_over(uninterrupted):
         fit(uninterrupted)
 
 
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    with (
+        runs.open_folder(tmp_path, resume=False),
+        pytest.raises(FileExistsError, match="another process is training in"),
+    ):
+        fit(tmp_path)
+    fit(tmp_path)
+
+
 def test_a_finished_run_resumes_to_its_own_result(uninterrupted):
     before = (uninterrupted / "model.safetensors").read_bytes()
     fit(uninterrupted, resume=True)

@@ -3,16 +3,14 @@
 from pathlib import Path
 
 import pytest
-import timm
 
-from recurrent_vit import VARIANTS, zoo
+from recurrent_vit import VARIANTS, cifar, zoo
 
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_every_row_is_registered_under_its_name():
-    assert timm.list_models(module="zoo") == sorted(VARIANTS)
-    assert set(VARIANTS) < set(zoo.__all__)
+def test_the_statistics_of_the_data_are_those_of_the_configuration():
+    assert (zoo.CIFAR_CFG["mean"], zoo.CIFAR_CFG["std"]) == (cifar.MEAN, cifar.STD)
 
 
 def test_the_cifar_rows_cost_the_same():
@@ -21,26 +19,29 @@ def test_the_cifar_rows_cost_the_same():
     assert {row["NFE"] * row["depth"] for row in rows.values()} == {12}
 
 
+CIFAR_SIZE = {"width": 256, "gate": 688, "matrices": 3, "patches": 64, "prefix": 0, "pixels": 16, "classes": 100}
+SIZES = {  # the feed-forward part has three matrices when it is gated, two when it is not
+    **dict.fromkeys([name for name in VARIANTS if "224" not in name], CIFAR_SIZE),
+    "bvit_small_patch16_224": {
+        "width": 384, "gate": 1536, "matrices": 2, "patches": 196, "prefix": 1, "pixels": 256, "classes": 1000
+    },
+    "bvit_base_patch16_224": {
+        "width": 768, "gate": 3072, "matrices": 2, "patches": 196, "prefix": 1, "pixels": 256, "classes": 1000
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_parameters_and_macs_by_hand(name):
-    # C width, M gate width, N tokens, P patch pixels; a gated block has three C x M matrices, a GELU block two
-    small = "small" in name
-    c, m, n, p, classes, matrices = {
-        True: (256, 688, 64, 4 * 4, 100, 3),
-        False: ((384, 1536) if small else (768, 3072)) + (197, 16 * 16, 1000, 2),
-    }["224" not in name]
-    applications = 12
-    blocks = 12 if name == "vit_cifar" else 1
-    per_block = 4 * c * c + 4 * c + matrices * c * m + (matrices - 1) * m + c + 4 * c  # weights, biases, norms
-    stem = 3 * p * c + c + n * c + (c if n == 197 else 0)  # patches, positions, class token
-    row = zoo.describe(name)
-    assert row["parameters"] == stem + blocks * per_block + 2 * c + c * classes + classes
-    attention = 2 * n * n * c
-    patches = n - n % 2  # 197 tokens are 196 patches and the class token
-    assert (
-        row["MACs"]
-        == patches * 3 * p * c + applications * (n * (4 * c * c + matrices * c * m) + attention) + c * classes
-    )
+    width, gate, matrices, patches, prefix, pixels, classes = SIZES[name].values()
+    row, tokens = zoo.describe(name), patches + prefix
+    weights = 4 * width**2 + matrices * width * gate
+    biases_and_norms = 4 * width + (matrices - 1) * gate + width + 4 * width
+    stem = 3 * pixels * width + width + tokens * width + prefix * width  # patches, positions, class token
+    head = width * classes + classes
+    assert row["parameters"] == stem + row["depth"] * (weights + biases_and_norms) + 2 * width + head
+    attention = 2 * tokens**2 * width
+    assert row["MACs"] == patches * 3 * pixels * width + 12 * (tokens * weights + attention) + width * classes
 
 
 def test_the_readme_shows_the_table_of_the_command_line(capsys):
