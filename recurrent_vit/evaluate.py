@@ -129,9 +129,9 @@ def _logits(model: RecurrentVisionTransformer, images: Tensor, horizons: list[in
 
 
 def _overflows(z: Tensor) -> Tensor:
-    """bool (B,): whether the variance of a token is beyond the range of its dtype.
+    """bool (B,): whether the square of a token is beyond the range of its dtype.
 
-    LayerNorm then divides by infinity and gives its bias for every image: finite logits that mean nothing.
+    What LayerNorm makes of that depends on its kernel: NaN, or its bias, finite and alike for every image.
     """
     return ~z.square().mean(-1).isfinite().all(-1)
 

@@ -104,8 +104,10 @@ def _owned(folder: Path, resume: bool) -> Iterator[None]:
             raise FileExistsError(f"{folder} holds a run already; give --resume to go on with it, or another --out")
         for part in folder.glob(".*.part"):  # of a process that was killed while it wrote
             part.unlink()
-        yield
-        (folder / ".lock").unlink(missing_ok=True)
+        try:
+            yield
+        finally:
+            (folder / ".lock").unlink(missing_ok=True)
 
 
 def _lock(file: IO[str], folder: Path) -> None:
