@@ -223,7 +223,7 @@ def _update(job: Job, state: State, batch: cifar.Batch) -> Tensor:
         loss += share * stage_loss
     average_gradients(state.model)
     if recipe.clip is not None:
-        rest = [p for group in state.optimizer.param_groups if group.get("use_fallback", True) for p in group["params"]]
+        rest = [p for group in state.optimizer.param_groups if not group.get("use_muon") for p in group["params"]]
         torch.nn.utils.clip_grad_norm_(rest, recipe.clip)
     state.optimizer.step()
     if state.ema is not None:
@@ -242,7 +242,7 @@ def _set_rates(job: Job, state: State) -> None:
     start, rise = MUON_WARMUP
     for group in state.optimizer.param_groups:
         group["lr"] = factor * group["initial_lr"]
-        if not group.get("use_fallback", True):
+        if group.get("use_muon"):
             group["momentum"] = start + (MUON["momentum"] - start) * min(1.0, _done(job, state) / rise)
 
 
@@ -375,7 +375,7 @@ def make_optimizer(model: RecurrentVisionTransformer, recipe: Recipe) -> torch.o
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, betas=recipe.betas)
     else:
         adamw = {"use_fallback": True, "nesterov": False, "betas": recipe.betas, "eps": 1e-8}
-        muon = {"params": matrices, "lr": recipe.muon_lr, "weight_decay": recipe.weight_decay, "use_fallback": False}
+        muon = {"params": matrices, "lr": recipe.muon_lr, "weight_decay": recipe.weight_decay, "use_muon": True}
         optimizer = Muon([muon, *({**group, **adamw} for group in groups)], **MUON)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]

@@ -387,3 +387,9 @@ def test_every_device_has_its_tables():
     assert "### Inference, cpu" in text
     assert "### Inference, cuda" in text
     assert text.count("9.9 ms") == 1
+
+
+def test_the_readme_shows_the_tables_of_the_rows():
+    text = (rows.ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    block = text.split("<!-- tables: python -m benchmarks.tables -->")[1].split("<!-- /tables -->")[0]
+    assert block.strip() == tables.tables(rows.read(*sorted(rows.RESULTS.glob("*.jsonl")))).strip()
