@@ -34,7 +34,8 @@ from torch import Tensor, nn
 
 from . import runs
 from .cifar import Batch, Split, batches, batches_per_epoch
-from .model import RecurrentVisionTransformer, bounded_int
+from .limits import bounded_int
+from .model import RecurrentVisionTransformer
 
 __all__ = ["PRECISIONS", "check_plot", "evaluate", "parse_horizons", "plot_sweep", "rebuild"]
 

@@ -17,12 +17,10 @@ Reference: "Training Crossroads for Recurrent Vision Transformers" (2026), https
 
 import math
 from collections.abc import Iterable, Iterator
-from inspect import signature
-from operator import index
 from typing import Any
 
 import torch
-from timm.layers import DropPath, _assert, to_2tuple
+from timm.layers import DropPath, _assert
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices  # these two have no public name in timm 1.0.31
 from timm.models._input import update_model_args
@@ -30,30 +28,9 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 
 from . import solvers
+from .limits import LIMITS, PLAIN, bounded_horizon, bounded_int, check_integration, check_sizes, get_tableau
 
-__all__ = ["FIELDS", "PLAIN", "RecurrentVisionTransformer", "ResidualBlock"]
-
-PLAIN = "plain"
-FIELDS = ("state_subtracted", "black_box")
-
-# Upper bounds of what a configuration may ask for: far above any use, low enough that a hostile one fails at once.
-LIMITS = {
-    "depth": 1_000,
-    "steps": 10_000,
-    "stages": 10_000,
-    "horizon": 10_000,
-    "embed_dim": 16_384,
-    "num_heads": 1_024,
-    "in_chans": 4_096,
-    "reg_tokens": 4_096,
-    "num_classes": 1_000_000,
-    "mlp_ratio": 64,
-    "img_size": 16_384,
-    "patch_size": 1_024,
-}
-MAX_PARAMETERS = 2**30
-MAX_NUMBERS_IN_STATE = 2**26
-MAX_STATES = 100_000
+__all__ = ["RecurrentVisionTransformer", "ResidualBlock"]
 
 
 class ResidualBlock(Block):
@@ -148,10 +125,10 @@ class RecurrentVisionTransformer(VisionTransformer):
         stages = bounded_int("stages", stages)
         if steps * stages > LIMITS["horizon"]:
             raise ValueError(f"steps={steps}, stages={stages}: their product must be at most {LIMITS['horizon']}")
-        horizon = _bounded_horizon(steps * stages if horizon is None else horizon, depth)
-        tableau = _get_tableau(solver)
-        _check_field(field, step_size, solver)
-        _check_sizes(depth, kwargs)
+        horizon = bounded_horizon(steps * stages if horizon is None else horizon, depth)
+        tableau = get_tableau(solver)
+        check_integration(field, step_size, solver)
+        check_sizes(depth, kwargs)
         if not isinstance(drop_path_rate, (int, float)) or not 0 <= drop_path_rate < 1:
             raise ValueError(f"drop_path_rate={drop_path_rate!r} must be at least 0 and below 1")
         if not (isinstance(block_fn, type) and issubclass(block_fn, ResidualBlock)):
@@ -218,7 +195,7 @@ class RecurrentVisionTransformer(VisionTransformer):
         """
         num_states = self.num_states
         if horizon is not None:
-            num_states = _bounded_horizon(horizon, self.depth) * self._states_per_step
+            num_states = bounded_horizon(horizon, self.depth) * self._states_per_step
         patches = math.prod(grid_size or self.patch_embed.grid_size)
         per_block = [_block_macs(block, patches + self.num_prefix_tokens) for block in self.blocks]
         if self.tableau is None:  # a state is a block application; a pruned schedule may end inside a step
@@ -242,7 +219,7 @@ class RecurrentVisionTransformer(VisionTransformer):
             (24, 24)
         """
         self.check_whole()
-        self._set_num_states(_bounded_horizon(horizon, self.depth) * self._states_per_step)
+        self._set_num_states(bounded_horizon(horizon, self.depth) * self._states_per_step)
         update_model_args(self, horizon=self.horizon)
 
     def check_whole(self) -> None:
@@ -256,7 +233,7 @@ class RecurrentVisionTransformer(VisionTransformer):
     def _set_num_states(self, num_states: int) -> None:
         self._num_states = num_states
         del self.taps[num_states:]
-        self.taps.extend(nn.Identity() for _ in range(num_states - len(self.taps)))
+        self.taps.extend(nn.Identity().train(self.training) for _ in range(num_states - len(self.taps)))
         self.feature_info = [
             {"module": f"taps.{i}", "num_chs": self.embed_dim, "reduction": self.patch_embed.feat_ratio()}
             for i in range(num_states)
@@ -540,84 +517,3 @@ def _set_drop_path(blocks: Iterable[Any], rate: float) -> None:
     for block in blocks:
         block.drop_path1 = DropPath(rate) if rate > 0 else nn.Identity()
         block.drop_path2 = DropPath(rate) if rate > 0 else nn.Identity()
-
-
-# ---- what a configuration may ask for, checked before any memory is spent ---------------------------------------
-
-
-def bounded_int(name: str, value: Any, least: int = 1) -> int:
-    """`value` as an int, if it is one from `least` to `LIMITS[name]`; otherwise a ValueError that says so."""
-    try:
-        number = index(value)
-    except TypeError:
-        number = least - 1
-    if isinstance(value, bool) or not least <= number <= LIMITS[name]:
-        raise ValueError(f"{name}={value!r} must be an integer from {least} to {LIMITS[name]}")
-    return number
-
-
-def _bounded_horizon(horizon: Any, depth: int) -> int:
-    horizon = bounded_int("horizon", horizon)
-    if horizon * depth > MAX_STATES:
-        raise ValueError(f"horizon={horizon} steps of depth={depth} blocks: their product must be at most {MAX_STATES}")
-    return horizon
-
-
-def _bounded_pair(name: str, value: Any) -> tuple[int, int]:
-    pair = to_2tuple(value)
-    if len(pair) != 2:
-        raise ValueError(f"{name}={value!r} must be one integer or a pair (height, width)")
-    return bounded_int(name, pair[0]), bounded_int(name, pair[1])
-
-
-def _get_tableau(solver: str) -> solvers.Tableau | None:
-    if solver == PLAIN:
-        return None
-    if not isinstance(solver, str) or solver not in solvers.TABLEAUS:
-        raise ValueError(f"solver={solver!r} is unknown; known solvers: {PLAIN}, {', '.join(solvers.TABLEAUS)}")
-    return solvers.TABLEAUS[solver]
-
-
-def _check_field(field: str, step_size: float, solver: str) -> None:
-    if field not in FIELDS:
-        raise ValueError(f"field={field!r} is unknown; known fields: {', '.join(FIELDS)}")
-    if not isinstance(step_size, (int, float)) or isinstance(step_size, bool) or not 0 < step_size < math.inf:
-        raise ValueError(f"step_size={step_size!r} must be a finite number above 0")
-    if solver == PLAIN and (field != FIELDS[0] or step_size != 1):
-        raise ValueError(
-            f"field={field!r}, step_size={step_size!r}: solver='{PLAIN}' takes neither a field nor a step size; "
-            f"choose a Runge-Kutta solver ({', '.join(solvers.TABLEAUS)})"
-        )
-
-
-def _check_sizes(depth: int, arguments: dict[str, Any]) -> None:
-    defaults = {name: p.default for name, p in signature(VisionTransformer.__init__).parameters.items()}
-    size = {**defaults, **arguments}
-    embed_dim, num_heads = (bounded_int(name, size[name]) for name in ("embed_dim", "num_heads"))
-    bounded_int("in_chans", size["in_chans"])
-    bounded_int("num_classes", size["num_classes"], least=0)
-    bounded_int("reg_tokens", size["reg_tokens"], least=0)
-    if embed_dim % num_heads:
-        raise ValueError(f"embed_dim={embed_dim} must be divisible by num_heads={num_heads}")
-    mlp_ratio = size["mlp_ratio"]
-    if not isinstance(mlp_ratio, (int, float)) or not 0 < mlp_ratio <= LIMITS["mlp_ratio"]:
-        raise ValueError(f"mlp_ratio={mlp_ratio!r} must be a number above 0, at most {LIMITS['mlp_ratio']}")
-    height, width = _bounded_pair("img_size", size["img_size"])
-    patch_height, patch_width = _bounded_pair("patch_size", size["patch_size"])
-    if patch_height > height or patch_width > width:
-        raise ValueError(f"patch_size={size['patch_size']!r} is larger than img_size={size['img_size']!r}")
-    tokens = (height // patch_height) * (width // patch_width)
-    if tokens * embed_dim > MAX_NUMBERS_IN_STATE:
-        raise ValueError(
-            f"img_size={size['img_size']!r}, patch_size={size['patch_size']!r}: a state of {tokens} tokens of width "
-            f"{embed_dim} has more than {MAX_NUMBERS_IN_STATE:.1e} numbers"
-        )
-    blocks = depth * embed_dim * (4 + 3 * mlp_ratio)  # attention, and the three matrices of a gate
-    stem = size["in_chans"] * patch_height * patch_width + tokens
-    parameters = embed_dim * (blocks + stem + size["num_classes"])
-    if parameters > MAX_PARAMETERS:
-        raise ValueError(
-            f"depth={depth}, embed_dim={embed_dim}, mlp_ratio={mlp_ratio}, in_chans={size['in_chans']}, "
-            f"patch_size={size['patch_size']!r}, num_classes={size['num_classes']}: about {parameters:.1e} parameters, "
-            f"more than {MAX_PARAMETERS:.1e}"
-        )

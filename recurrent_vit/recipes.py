@@ -19,7 +19,8 @@ from typing import Any
 import timm
 
 from .cifar import Augmentation
-from .model import PLAIN, RecurrentVisionTransformer
+from .limits import PLAIN
+from .model import RecurrentVisionTransformer
 
 __all__ = ["RECIPES", "Leg", "Phase", "Recipe", "make_plan", "schedule_arguments"]
 
