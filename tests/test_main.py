@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import pytest
+import timm
 import torch
+from timm.models import save_for_hf
 
 import recurrent_vit
-from recurrent_vit import cifar
+from recurrent_vit import cifar, evaluate, train
 from recurrent_vit.__main__ import main
 
 
@@ -81,7 +83,10 @@ LOADED = (
 )
 
 
-@pytest.mark.parametrize(("program", "loaded"), [("/usr/bin/recurrent-vit", False), ("train.py", True), ("-c", True)])
+@pytest.mark.parametrize(
+    ("program", "loaded"),
+    [("/usr/bin/recurrent-vit", False), ("C:\\\\x\\\\recurrent-vit.exe", False), ("train.py", True), ("-c", True)],
+)
 def test_only_our_own_program_starts_without_torch(program, loaded):
     result = subprocess.run(
         [sys.executable, "-c", LOADED.format(program=program)], capture_output=True, text=True, check=True
@@ -102,8 +107,10 @@ def test_help_as_a_module_does_not_load_torch():
 
 
 def test_help_as_a_module_spelled_in_one_word():
-    command = [sys.executable, "-mrecurrent_vit", "--help"]
-    assert "usage: recurrent-vit" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-X", "importtime", "-mrecurrent_vit", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "usage: recurrent-vit" in result.stdout
+    assert "torch" not in result.stderr
 
 
 @pytest.mark.parametrize("flags", [["-m", "package.module"], ["-mpackage.module"], ["-um", "package.module"]])
@@ -117,9 +124,10 @@ def test_a_package_that_imports_us_registers_the_names(tmp_path, flags):
     assert result.stdout == "True\n"
 
 
-def test_a_module_that_imports_us_registers_the_names(tmp_path):
-    (tmp_path / "other.py").write_text("import recurrent_vit, timm\nprint(timm.is_model('bvit'))")
-    result = subprocess.run([sys.executable, "-m", "other"], capture_output=True, text=True, check=True, cwd=tmp_path)
+@pytest.mark.parametrize("module", ["other", "recurrent_vit_of_ours"])
+def test_a_module_that_imports_us_registers_the_names(tmp_path, module):
+    (tmp_path / f"{module}.py").write_text("import recurrent_vit, timm\nprint(timm.is_model('bvit'))")
+    result = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert result.stdout == "True\n"
 
 
@@ -147,6 +155,7 @@ def data(monkeypatch):
     images = torch.randint(256, (500, 3, 32, 32), dtype=torch.uint8, generator=generator)
     split = cifar.Split(images, torch.arange(500) % 100)
     monkeypatch.setattr(cifar, "load", lambda root, split_name="train": split)
+    return split
 
 
 TINY = ["--model-kwargs", "embed_dim=16", "num_heads=2"]
@@ -235,3 +244,71 @@ def test_torchrun_trains_and_evaluates_in_two_processes(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("bvit on 100 held-out training images:") == 1
     assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_train_passes_on_what_it_was_asked_for(data, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def fit(*arguments, **kwargs):
+        asked.append((*arguments, kwargs))
+        return timm.create_model("bvit", embed_dim=16, num_heads=2)
+
+    monkeypatch.setattr(train, "fit", fit)
+    splits = {"train": data[:300], "test": data[:200]}
+    monkeypatch.setattr(cifar, "load", lambda root, split="train": splits[split])
+    command = ["train", "bvit_ode_euler", "--data", "D", "--out", "OUT"]
+    model = ["--model-kwargs", "field=black_box", "step_size=0.5"]
+    options = ["--recipe", "paper", "--seed", "7", "--pflop", "0.5", "--precision", "bf16", "--compile", "--resume"]
+    assert main([*command, *options, *model]) == 0
+    assert "bvit_ode_euler on 200 test images:" in capsys.readouterr().out
+    assert main([*command, "--held-out", "100"]) == 0
+    (name, recipe, split, out, kwargs), (_, default, rest, _, defaults) = asked
+    assert (name, recipe.name, out, len(split)) == ("bvit_ode_euler", "paper", "OUT", 300)
+    assert kwargs == {
+        "seed": 7, "pflop": 0.5, "device": "cpu", "precision": "bf16", "compile": True, "resume": True,
+        "model_kwargs": {"field": "black_box", "step_size": 0.5},
+    }  # fmt: skip
+    assert (default.name, len(rest)) == ("short", 200)
+    assert defaults == {
+        "seed": 0, "pflop": None, "device": "cpu", "precision": None, "compile": False, "resume": False,
+        "model_kwargs": {},
+    }  # fmt: skip
+
+
+def test_evaluate_passes_on_what_it_was_asked_for(data, tmp_path, monkeypatch, capsys):
+    model, asked, real = timm.create_model("bvit", embed_dim=16, num_heads=2), [], evaluate.evaluate
+    save_for_hf(model, tmp_path, safe_serialization=True)
+    splits = {"train": data[:300], "test": data[:200]}
+    monkeypatch.setattr(cifar, "load", lambda root, split="train": splits[split])
+
+    def note(model, split, **kwargs):
+        asked.append((model, split, kwargs))
+        return real(model, split, **kwargs)
+
+    monkeypatch.setattr(evaluate, "evaluate", note)
+    command = ["evaluate", f"local-dir:{tmp_path}", "--horizon", "1"]
+    assert main([*command, "--batch-size", "50", "--precision", "bf16"]) == 0
+    _, row = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert main([*command, "--solver", "heun2", "--field", "black_box", "--step-size", "0.25"]) == 0
+    assert main([*command, "--held-out", "100"]) == 0
+    (_, split, kwargs), (rebuilt, _, _), (_, held, _) = asked
+    assert (len(split), kwargs["batch_size"], kwargs["precision"]) == (200, 50, "bf16")
+    [exact] = real(model.eval(), split, horizons=[1], precision="bf16", batch_size=50)
+    assert row[1] == f"{100 * exact['top1']:.2f}"
+    assert row[4] == f"{100 * exact['top5']:.2f}"
+    assert (rebuilt.solver, rebuilt.field, rebuilt.step_size) == ("heun2", "black_box", 0.25)
+    assert torch.equal(held.images, splits["train"][cifar.held_out(splits["train"].labels, 100)[1]].images)
+    capsys.readouterr()
+    assert main([*command, "--limit", "0"]) == 1
+    assert capsys.readouterr().err == "recurrent-vit: limit=0 must be at least 1\n"
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["count"] == 200  # and nothing else
+
+
+def test_a_loss_that_is_not_finite_is_one_line(data, tmp_path, monkeypatch, capsys):
+    def fit(*arguments, **kwargs):
+        raise FloatingPointError("the loss is nan")
+
+    monkeypatch.setattr(train, "fit", fit)
+    assert main(["train", "bvit", "--out", str(tmp_path / "run")]) == 1
+    assert capsys.readouterr().err == "recurrent-vit: the loss is nan\n"

@@ -22,6 +22,7 @@ def timm_twin(model):
     depth = model.num_states
     variant = VARIANTS[model.pretrained_cfg["architecture"]]
     kwargs = {k: v for k, v in variant.args.items() if k not in ("steps", "stages", "solver")}
+    kwargs |= {"pre_norm": isinstance(model.norm_pre, nn.LayerNorm)}
     kwargs |= {"embed_dim": model.embed_dim, "num_heads": 4, "num_classes": model.num_classes, "depth": depth}
     twin = VisionTransformer(**kwargs).eval()
     weights = {k: v for k, v in model.state_dict().items() if not k.startswith("blocks.")}
@@ -339,6 +340,7 @@ def test_the_horizon_holds_in_training_mode(small, images):
         ({"solver": "rk4", "step_size": float("nan")}, r"step_size=nan must be"),
         ({"solver": "rk4", "step_size": float("inf")}, r"step_size=inf must be"),
         ({"solver": "rk4", "step_size": "1"}, r"step_size='1' must be"),
+        ({"solver": "rk4", "step_size": True}, r"step_size=True must be"),
         ({"step_size": 0.5}, r"step_size=0.5: solver='plain' takes neither a field nor"),
         ({"field": "black_box"}, r"field='black_box', .* choose a Runge-Kutta solver"),
         ({"embed_dim": 250}, r"embed_dim=250 must be divisible by num_heads=8"),
@@ -358,6 +360,17 @@ def test_the_horizon_holds_in_training_mode(small, images):
         ({"in_chans": 4096, "patch_size": 1024, "img_size": 1024}, r"in_chans=4096, patch_size=1024, .* parameters"),
         ({"num_classes": 10**6, "embed_dim": 16384}, r"num_classes=1000000: about .* parameters, more than"),
         ({"depth": 100, "steps": 10000}, r"horizon=10000 steps of depth=100 blocks: their product must be at most"),
+        ({"reg_tokens": 10**9}, r"reg_tokens=1000000000 must be an integer from 0 to 4096"),
+        ({"num_heads": 2048, "embed_dim": 4096}, r"num_heads=2048 must be an integer from 1 to 1024"),
+        ({"in_chans": 10**9}, r"in_chans=1000000000 must be an integer from 1 to 4096"),
+        ({"stages": 10**9}, r"stages=1000000000 must be an integer from 1 to 10000"),
+        ({"img_size": 10**9}, r"img_size=1000000000 must be an integer from 1 to 16384"),
+        ({"patch_size": 2048, "img_size": 2048}, r"patch_size=2048 must be an integer from 1 to 1024"),
+        ({"mlp_ratio": 65}, r"mlp_ratio=65 must be a number above 0, at most 64"),
+        ({"patch_size": (64, 4)}, r"patch_size=\(64, 4\) is larger than img_size=32"),
+        ({"patch_size": (4, 64)}, r"patch_size=\(4, 64\) is larger than img_size=32"),
+        ({"depth": 100, "embed_dim": 1024, "mlp_ratio": 3}, r"depth=100, embed_dim=1024, .* 1.4e\+09 parameters, more"),
+        ({"embed_dim": 2048, "patch_size": 1, "img_size": 1024}, r"a state of 1048576 tokens of width 2048"),
         ({"drop_path_rate": 1.0}, r"drop_path_rate=1.0 must be"),
         ({"drop_path_rate": "0.1"}, r"drop_path_rate='0.1' must be"),
         ({"block_fn": nn.Linear}, r"block_fn=.*Linear.* must be a subclass of"),
@@ -402,3 +415,27 @@ def test_an_empty_batch_gives_empty_logits(small, name):
 def test_the_class_can_be_used_without_the_registry():
     model = RecurrentVisionTransformer(img_size=16, patch_size=4, embed_dim=8, num_heads=2, num_classes=3, steps=2)
     assert model(torch.randn(2, 3, 16, 16)).shape == (2, 3)
+
+
+def test_set_horizon_has_the_limit_of_the_constructor():
+    model = timm.create_model("bvit", depth=100, steps=1, device="meta")
+    with pytest.raises(ValueError, match="horizon=10000 steps of depth=100 blocks: their product must be at most"):
+        model.set_horizon(10_000)
+
+
+def test_norm_pre_is_applied_to_the_tokens_of_the_stem(small, images):
+    model = small("bvit", pre_norm=True)
+    assert isinstance(model.norm_pre, nn.LayerNorm)
+    assert torch.equal(model(images), timm_twin(model)(images))
+
+
+@pytest.mark.parametrize("kind", ["attn_mask", "is_causal"])
+def test_steps_and_stages_see_the_mask(small, images, name, kind):
+    model = small(name, stages=3, steps=2)
+    mask = {"attn_mask": torch.randn(64, 64), "is_causal": True}
+    mask = {kind: mask[kind]}
+    steps = model.forward_steps(images, **mask)
+    assert torch.equal(model(images, return_all_steps=True, **mask), steps)
+    assert torch.equal(torch.stack(list(model.forward_stages(images, **mask))), steps[1::2])
+    assert torch.equal(model(images, **mask), steps[-1])
+    assert not torch.equal(steps, model.forward_steps(images))

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import timm
 
+from recurrent_vit.cifar import Augmentation
 from recurrent_vit.recipes import RECIPES, make_plan, schedule_arguments
 
 IMAGES = 50_000
@@ -108,3 +109,19 @@ def test_a_budget_too_small_for_a_phase_names_it():
 def test_an_inconsistent_recipe_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         replace(RECIPES["short"], **change)
+
+
+def test_the_recipes_ask_for_the_pictures_and_settings_of_their_text():
+    short, paper = RECIPES["short"], RECIPES["paper"]
+    assert [short.augmentation(phase) for phase in short.phases] == [
+        Augmentation(padding=padding, flip="alternating", size=size)
+        for padding, size in zip((2, 2, 2, 4), (16, 20, 24, 32))
+    ]
+    assert [paper.augmentation(phase) for phase in paper.phases] == [Augmentation(padding=4, flip="random", size=32)]
+    assert (short.clip, short.betas, short.label_smoothing, short.whiten, short.head_scale) == (
+        1.0, (0.9, 0.95), 0.1, True, 0.1
+    )  # fmt: skip
+    assert (short.ema_decay, short.ema_warmup, short.publish, short.dropout) == (0.99, True, "raw", 0.0)
+    assert (paper.clip, paper.betas, paper.whiten, paper.head_scale, paper.ema_warmup) == (
+        None, (0.9, 0.999), False, 1.0, False
+    )  # fmt: skip

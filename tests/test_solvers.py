@@ -1,11 +1,12 @@
 """Laws of the Runge-Kutta methods: measured order, exactness, agreement with torchdiffeq, evaluations."""
 
 import math
+import re
 
 import pytest
 import torch
 
-from recurrent_vit.solvers import TABLEAUS, Tableau, step
+from recurrent_vit.solvers import TABLEAUS, Tableau, advance, step
 
 METHODS = pytest.mark.parametrize("tableau", TABLEAUS.values(), ids=TABLEAUS.keys())
 
@@ -130,3 +131,41 @@ def test_a_step_keeps_dtype_and_lets_the_gradient_through(tableau):
 def test_a_wrong_tableau_is_refused(order, a, b, message):
     with pytest.raises(ValueError, match=message):
         Tableau("wrong", order, a, b)
+
+
+@pytest.mark.parametrize("missed", range(8))
+def test_every_order_condition_is_checked_and_to_the_last_digits(missed):
+    import numpy as np
+
+    rows, columns = np.tril_indices(4, -1)
+
+    def tableau(x):
+        a = np.zeros((4, 4))
+        a[rows, columns] = x[:6]
+        return a, x[6:]
+
+    def sums(x):  # the eight rooted trees, in the order of the Tableau's own table
+        a, b = tableau(x)
+        c = a.sum(1)
+        trees = [np.ones(4), c, c**2, a @ c, c**3, c * (a @ c), a @ c**2, a @ a @ c]
+        return np.array([b @ tree for tree in trees])
+
+    target = 1 / np.array([1, 2, 3, 6, 4, 8, 12, 24])
+    target[missed] *= 1 + 1e-6
+    x = np.array([0.5, 0, 0.5, 0, 0, 1, 1 / 6, 1 / 3, 1 / 3, 1 / 6])  # rk4, but for one condition: Gauss-Newton
+    x = x + 0.01 * np.cos(np.arange(10))  # where its Jacobian has full rank
+    for _ in range(60):
+        jacobian = np.array([(sums(x + 1e-6 * e) - sums(x - 1e-6 * e)) / 2e-6 for e in np.eye(10)]).T
+        x = x + np.linalg.lstsq(jacobian, target - sums(x), rcond=None)[0]
+    assert np.abs(sums(x) - target).max() < 1e-13
+    a, b = tableau(x)
+    rows_of_a = tuple(tuple(a[i, :i].tolist()) for i in range(4))
+    what = ["b_i", "b_i c_i", "b_i c_i^2", "b_i a_ij c_j", "b_i c_i^3", "b_i c_i a_ij c_j", "b_i a_ij c_j^2",
+            "b_i a_ij a_jk c_k"][missed]  # fmt: skip
+    with pytest.raises(ValueError, match=rf"sum {re.escape(what)} is"):
+        Tableau("wrong", 4, rows_of_a, tuple(b.tolist()))
+
+
+def test_a_slope_without_weight_is_not_looked_at():
+    z = torch.zeros(1)
+    assert advance(z, [torch.tensor([math.inf]), torch.ones(1)], [0.0, 1.0], 0.5).item() == 0.5

@@ -340,6 +340,10 @@ def test_drop_path_is_uniform_over_several_shared_blocks():
     assert drop_path_rates(model) == [[0.2, 0.2]] * 3
     once = timm.create_model("bvit", depth=3, steps=1, drop_path_rate=0.2, device="meta")
     assert np.allclose(drop_path_rates(once), [[0, 0], [0.1, 0.1], [0.2, 0.2]], rtol=0, atol=1e-7)
+    longer = timm.create_model("bvit", depth=3, steps=1, horizon=5, drop_path_rate=0.2, device="meta")
+    assert drop_path_rates(longer) == drop_path_rates(once)  # the horizon is not what it is trained with
+    staged = timm.create_model("bvit", depth=3, steps=1, stages=4, drop_path_rate=0.2, device="meta")
+    assert drop_path_rates(staged) == [[0.2, 0.2]] * 3
 
 
 @pytest.mark.parametrize("depth", [1, 3])

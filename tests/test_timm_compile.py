@@ -139,6 +139,13 @@ def test_an_exported_folder_adapts_to_other_arguments(small, images, tmp_path, n
     model.set_horizon(7)
     assert torch.equal(longer(images), model(images))
 
+    large = {"img_size": 48, "patch_size": 8, "horizon": 7}
+    larger = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, **large).eval()
+    resized = copy.deepcopy(model)
+    resized.set_input_size((48, 48), patch_size=8)
+    x = torch.randn(2, 3, 48, 48)
+    torch.testing.assert_close(larger(x), resized(x), rtol=1e-4, atol=1e-5)
+
     grey = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, horizon=7, in_chans=1, num_classes=3).eval()
     grey.reset_classifier(0)
     x = images[:, :1]
@@ -405,6 +412,11 @@ def test_two_processes_give_the_gradients_of_one_on_the_joint_batch(ddp_gradient
             torch.testing.assert_close(
                 gradient, reference[key], rtol=1e-4, atol=1e-6, msg=lambda m, w=where: f"{w}: {m}"
             )
+
+
+def test_a_whole_step_size_is_scripted_as_a_float(small, images):
+    model = small("bvit_ode_heun", step_size=1)
+    assert torch.equal(torch.jit.script(model)(images), model(images))
 
 
 if __name__ == "__main__":

@@ -324,7 +324,8 @@ def gradients(model, forward):
 
 PATHS = {
     "forward": lambda model, x: model(x),
-    "mask": lambda model, x: model(x, is_causal=True),
+    "causal": lambda model, x: model(x, is_causal=True),
+    "mask": lambda model, x: model(x, attn_mask=torch.ones(16 + model.num_prefix_tokens).diag().bool()),
     "steps": lambda model, x: model.forward_steps(x),
     "stages": lambda model, x: torch.stack(list(model.forward_stages(x))),
 }

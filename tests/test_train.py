@@ -1,20 +1,24 @@
 """Training: growth from leg to leg, optimizer groups, whitening, and runs that survive."""
 
+import copy
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import timm
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
 
 from recurrent_vit import cifar, runs, train
-from recurrent_vit.recipes import RECIPES, Phase
+from recurrent_vit.recipes import RECIPES, Phase, make_plan
 
 TINY = {"embed_dim": 16, "num_heads": 2, "num_classes": 4}
 RECIPE = replace(
@@ -25,6 +29,7 @@ RECIPE = replace(
         Phase(0.5, 32, Fraction(1), batch_size=4, micro_batch=4, padding=4, ema=True),
     ),
     dropout=0.1,
+    publish="ema",
 )
 PFLOP = 1e-6  # some ten updates of the tiny model
 
@@ -36,9 +41,9 @@ def pictures(count=40):
     return cifar.Split(noise + (64 * labels).to(torch.uint8)[:, None, None, None], labels)
 
 
-def fit(out, name="bvit", recipe=RECIPE, **kwargs):
+def fit(out, name="bvit", recipe=RECIPE, split=None, **kwargs):
     arguments = {"pflop": PFLOP, "model_kwargs": TINY, "checkpoint_seconds": 0.0, **kwargs}
-    return train.fit(name, recipe, pictures(), out, **arguments)
+    return train.fit(name, recipe, pictures() if split is None else split, out, **arguments)
 
 
 # ---- growth ----------------------------------------------------------------------------------------------------------
@@ -134,6 +139,12 @@ def test_a_run_leaves_weights_history_picture_and_facts(tmp_path, name):
     assert (tmp_path / "history.png").read_bytes()[:4] == b"\x89PNG"
     assert len(runs.find_checkpoints(tmp_path)) == 2
     assert not list(tmp_path.glob(".*"))
+    assert not runs.load_result(tmp_path).training
+    assert torch.__version__.startswith(facts["versions"]["torch"])
+    assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
+    assert facts["seconds"] == pytest.approx(rows[-1]["seconds"], abs=0.1)
+    for row, leg in [(row, make_plan(name, RECIPE, 40, PFLOP, **TINY)[row["leg"]]) for row in rows]:
+        assert 1e9 * row["gflop_per_second"] / row["images_per_second"] == pytest.approx(leg.flop_per_image, rel=0.1)
 
 
 def test_the_loss_falls(tmp_path, monkeypatch):
@@ -307,7 +318,16 @@ def test_a_damaged_checkpoint_is_refused_with_the_way_out(tmp_path, damage):
 
 
 @pytest.mark.parametrize(
-    ("change", "key"), [({"seed": 1}, "seed"), ({"pflop": 2e-6}, "pflop"), ({"precision": "bf16"}, "precision")]
+    ("change", "key"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"pflop": 2e-6}, "pflop"),
+        ({"precision": "bf16"}, "precision"),
+        ({"name": "bvit_ds"}, "name"),
+        ({"model_kwargs": {**TINY, "drop_path_rate": 0.1}}, "model_kwargs"),
+        ({"recipe": replace(RECIPE, label_smoothing=0.2)}, "recipe"),
+        ({"split": pictures(44)}, "images"),
+    ],
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, key):
     fit(tmp_path)
@@ -353,3 +373,124 @@ def test_two_processes_train_as_one_does(tmp_path):
     assert [row["update"] for row in runs.read_history(tmp_path / "two")] == [
         row["update"] for row in runs.read_history(tmp_path / "one")
     ]
+
+
+def test_a_run_is_the_recipe_by_hand(tmp_path):
+    recipe = replace(RECIPE, publish="ema", clip=0.05, warmup=0.3, hold=0.5)  # so that each of them shows here
+    ran = fit(tmp_path, recipe=recipe, seed=3).state_dict()
+
+    split, done, old = pictures(), 0, None
+    plan = make_plan("bvit", recipe, len(split), PFLOP, **TINY)
+    budget = sum(leg.flop for leg in plan)
+    torch.manual_seed(3)
+    for leg in plan:
+        model = timm.create_model(
+            "bvit", **TINY, steps=leg.model_args["steps"], dynamic_img_size=True, proj_drop_rate=0.1
+        ).train()
+        if old is None:
+            train.whiten(model, cifar.normalize(split.images))
+            model.head.weight.data *= 0.1
+        optimizer = train.make_optimizer(model, recipe)
+        if old is not None:
+            train.grow(old[0], model)
+            optimizer.load_state_dict(old[1].state_dict())
+        average, update = copy.deepcopy(model).requires_grad_(False), 0
+        size, epoch = leg.phase.batch_size, leg.first_epoch
+        look = cifar.Augmentation(padding=leg.phase.padding, flip="alternating", size=leg.phase.size)
+        while update < leg.updates:
+            for batch in cifar.batches(split, size, epoch=epoch, seed=3, augmentation=look, drop_last=True):
+                factor = recipe.learning_rate((leg.spent + update * leg.flop_per_image * size) / budget)
+                muon, *adamw = optimizer.param_groups
+                muon["lr"], muon["momentum"] = 3e-3 * factor, 0.85 + 0.10 * done / 300
+                for group in adamw:
+                    group["lr"] = 2e-3 * factor
+                torch.manual_seed(int(np.random.SeedSequence((3, done, 0)).generate_state(1)[0]))
+                optimizer.zero_grad()
+                for i in range(0, size, leg.phase.micro_batch):
+                    part = slice(i, i + leg.phase.micro_batch)
+                    loss = cross_entropy(model(batch.images[part]), batch.labels[part], label_smoothing=0.1)
+                    (loss * leg.phase.micro_batch / size).backward()
+                torch.nn.utils.clip_grad_norm_([p for group in adamw for p in group["params"]], 0.05)
+                optimizer.step()
+                decay = min(0.99, update / (10 + update))
+                for mean, parameter in zip(average.parameters(), model.parameters()):
+                    mean.lerp_(parameter.detach(), 1 - decay)
+                update, done = update + 1, done + 1
+                if update == leg.updates:
+                    break
+            epoch += 1
+        old = model, optimizer
+    for key, value in average.state_dict().items():
+        torch.testing.assert_close(ran[key], value, rtol=1e-4, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
+    path, seen = tmp_path / "file", []
+    path.write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", lambda file: seen.append((os.fstat(file).st_size, path.read_bytes())))
+    runs.write_atomically(path, lambda file: file.write(b"newer"))
+    assert seen == [(5, b"old")]
+    assert path.read_bytes() == b"newer"
+
+
+def test_a_resumed_run_writes_the_history_after_its_checkpoint_again(tmp_path, monkeypatch):
+    fit(tmp_path)
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    updates = [row["update"] for row in runs.read_history(tmp_path)]
+    assert updates == list(range(1, updates[-1] + 1))
+    runs.find_checkpoints(tmp_path)[-1].unlink()
+    with (tmp_path / "history.jsonl").open("a") as file:
+        file.write('{"update": 12, "lo')  # as a process that is killed leaves it
+    trained, update = [], train._update
+    monkeypatch.setattr(train, "_update", lambda *arguments: (trained.append(1), update(*arguments))[1])
+    fit(tmp_path, resume=True)
+    assert [row["update"] for row in runs.read_history(tmp_path)] == updates
+    assert (tmp_path / "model.safetensors").read_bytes() == weights  # the average, too, went on from where it was
+    assert trained == [1]  # from the last checkpoint, not from one before it
+
+
+def test_a_history_without_a_checkpoint_is_a_run_too(tmp_path):
+    (tmp_path / "history.jsonl").write_text("")
+    with pytest.raises(FileExistsError, match="holds a run already"):
+        fit(tmp_path)
+
+
+def test_signals_are_noted_once_and_handed_back():
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    for number in numbers:
+        with runs.stop_signals() as stopped:
+            assert stopped() == ""
+            signal.raise_signal(number)
+            assert stopped() == number.name
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(number)
+        assert [signal.getsignal(number) for number in numbers] == before
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.getcwd, ()
+
+
+def test_a_checkpoint_runs_no_code(tmp_path):
+    runs.save_checkpoint(tmp_path, 1, {"run": Hostile()})
+    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+        runs.load_checkpoint(runs.find_checkpoints(tmp_path)[0])
+
+
+def test_processes_take_different_parts_of_a_batch_and_different_dropout(monkeypatch):
+    split = pictures()
+    plan = make_plan("bvit", RECIPE, len(split), PFLOP, **TINY)
+    job = train.Job("bvit", TINY, RECIPE, plan, split, 0, torch.device("cpu"), "fp32", False)
+    state = train.State(0, 0, None, None, None)
+    whole, *parts = ([], [], [])
+    seeds = set()
+    for place, batches in (((0, 1), whole), ((0, 2), parts[0]), ((1, 2), parts[1])):
+        monkeypatch.setattr(runs, "place", lambda place=place: place)
+        batches.extend(train._batches(job, plan[0], 0))
+        seeds.add((place, train._dropout_seed(job, state)))
+    assert len({seed for place, seed in seeds if place[1] == 2}) == 2
+    for batch, first, second in zip(whole, *parts, strict=True):
+        assert torch.equal(torch.cat([first.images, second.images]), batch.images)
+        assert torch.equal(torch.cat([first.labels, second.labels]), batch.labels)

@@ -51,3 +51,14 @@ def test_the_readme_shows_the_table_of_the_command_line(capsys):
     text = README.read_text(encoding="utf-8")
     block = text.split("<!-- zoo: recurrent-vit list --markdown -->")[1].split("<!-- /zoo -->")[0]
     assert block.strip() == capsys.readouterr().out.strip()
+
+
+def test_the_blocks_of_the_rows_are_those_of_the_text():
+    import timm
+    from torch import nn
+
+    for name in VARIANTS:
+        block = timm.create_model(name, device="meta").blocks[0]
+        cifar_row = "224" not in name
+        assert block.attn.num_heads == (8 if cifar_row else 6 if "small" in name else 12)
+        assert type(block.mlp.act) is (nn.SiLU if cifar_row else nn.GELU)
