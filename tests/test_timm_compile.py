@@ -414,6 +414,7 @@ def test_two_processes_give_the_gradients_of_one_on_the_joint_batch(ddp_gradient
             )
 
 
+@script_is_deprecated
 def test_a_whole_step_size_is_scripted_as_a_float(small, images):
     model = small("bvit_ode_heun", step_size=1)
     assert torch.equal(torch.jit.script(model)(images), model(images))
