@@ -113,21 +113,24 @@ def test_help_as_a_module_spelled_in_one_word():
     assert "torch" not in result.stderr
 
 
-@pytest.mark.parametrize("flags", [["-m", "package.module"], ["-mpackage.module"], ["-um", "package.module"]])
+@pytest.mark.parametrize(
+    "flags",
+    [["-m", "package.module"], ["-mpackage.module"], ["-um", "package.module"], ["-m", "recurrent_vit_of_ours.module"]],
+)
 def test_a_package_that_imports_us_registers_the_names(tmp_path, flags):
     # while Python looks for package.module, argv[0] is "-m" as it is when it looks for us
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "__init__.py").write_text("import recurrent_vit")
-    (tmp_path / "package" / "module.py").write_text("import timm\nprint(timm.is_model('bvit'))")
+    package = tmp_path / flags[-1].removeprefix("-m").split(".")[0]
+    package.mkdir()
+    (package / "__init__.py").write_text("import recurrent_vit")
+    (package / "module.py").write_text("import timm\nprint(timm.is_model('bvit'))")
     command = [sys.executable, *flags, "-m", "recurrent_vit"]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert result.stdout == "True\n"
 
 
-@pytest.mark.parametrize("module", ["other", "recurrent_vit_of_ours"])
-def test_a_module_that_imports_us_registers_the_names(tmp_path, module):
-    (tmp_path / f"{module}.py").write_text("import recurrent_vit, timm\nprint(timm.is_model('bvit'))")
-    result = subprocess.run([sys.executable, "-m", module], capture_output=True, text=True, check=True, cwd=tmp_path)
+def test_a_module_that_imports_us_registers_the_names(tmp_path):
+    (tmp_path / "other.py").write_text("import recurrent_vit, timm\nprint(timm.is_model('bvit'))")
+    result = subprocess.run([sys.executable, "-m", "other"], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert result.stdout == "True\n"
 
 
