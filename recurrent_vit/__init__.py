@@ -42,7 +42,7 @@ def _is_command_line() -> bool:
     if sys.argv[:1] == ["-m"]:  # still looking for the module of -m, which stands right before its arguments
         module = sys.orig_argv[-len(sys.argv)]
         return re.fullmatch(rf"(-\w*m)?{__name__}", module) is not None
-    program = re.split(r"[/\\]", sys.argv[0])[-1] if sys.argv else ""
+    program = re.split(r"[/\\]", str(sys.argv[0]))[-1] if sys.argv else ""
     return program in ("recurrent-vit", "recurrent-vit.exe", "recurrent-vit-script.py")
 
 

@@ -7,6 +7,7 @@ says why, 2 wrong usage. torch and timm are imported by the commands, not by the
 import argparse
 import ast
 import atexit
+import io
 import json
 import os
 import runpy
@@ -25,6 +26,11 @@ def main(argv: list[str] | None = None) -> int:
         >>> main(["run", "no/such/script.py"])
         1
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without "±" still gets its table
     args = _parser().parse_args(argv)
     try:
         args.command(args)
@@ -34,6 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     except MISTAKES as error:
         print(f"recurrent-vit: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("recurrent-vit: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -160,9 +169,11 @@ def _train(args: argparse.Namespace) -> None:
     if args.name not in zoo.VARIANTS:
         raise ValueError(f"{args.name!r} is not a name of the zoo ({', '.join(zoo.VARIANTS)})")
     model_kwargs = dict(map(_key_value, args.model_kwargs))
+    if alien := sorted(runs.NOT_OF_THE_MODEL & set(model_kwargs)):
+        raise ValueError(f"--model-kwargs: {alien[0]} is not an argument of the model")
     try:
         timm.create_model(args.name, device="meta", **model_kwargs)
-    except TypeError as error:  # an argument that nobody knows
+    except (TypeError, KeyError, AttributeError, AssertionError, RuntimeError) as error:  # unknown to timm, or refused
         raise ValueError(f"--model-kwargs: {error}") from error
     _use_device(args)
     split = cifar.load(args.data, "train")
@@ -188,6 +199,8 @@ def _evaluate(args: argparse.Namespace) -> None:
 
     if args.plot:
         evaluate.check_plot(args.plot)
+    if args.json and args.json != "-" and not Path(args.json).parent.is_dir():
+        raise FileNotFoundError(f"--json {args.json!r}: there is no folder {str(Path(args.json).parent)!r}")
     horizons = evaluate.parse_horizons(args.horizon) if args.horizon else None
     _use_device(args)
     model = _load(args.model)
@@ -205,10 +218,10 @@ def _evaluate(args: argparse.Namespace) -> None:
     )
     if runs.place()[0] != 0:
         return
-    if args.json != "-":
-        print(_table(list(map(_shown, rows))))
     if args.json:
         _write_json(args.json, [{"model": args.model, **row} for row in rows])
+    if args.json != "-":
+        print(_table(list(map(_shown, rows))))
     if args.plot:
         evaluate.plot_sweep(rows, args.plot, title=args.model)
 
@@ -278,9 +291,12 @@ def _use_device(args: argparse.Namespace) -> None:
     import torch
 
     try:
-        on_gpu = torch.device(args.device).type == "cuda"
+        kind = torch.device(args.device).type
     except RuntimeError as error:
         raise ValueError(f"--device {args.device!r}: {str(error).splitlines()[0]}") from error
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"--device {args.device!r}: give cpu or cuda")
+    on_gpu = kind == "cuda"
     if on_gpu and not torch.cuda.is_available():
         raise ValueError(f"--device {args.device!r}: torch sees no GPU here")
     if "TORCHELASTIC_RUN_ID" not in os.environ or torch.distributed.is_initialized():

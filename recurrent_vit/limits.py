@@ -42,9 +42,10 @@ LIMITS = {
     "img_size": 16_384,
     "patch_size": 1_024,
 }
-MAX_PARAMETERS = 2**30
+MAX_STEP_SIZE = 10_000
+MAX_PARAMETERS = 2**28
 MAX_NUMBERS_IN_STATE = 2**26
-MAX_STATES = 100_000
+MAX_STATES = 20_000
 
 
 def bounded_int(name: str, value: Any, least: int = 1) -> int:
@@ -55,6 +56,17 @@ def bounded_int(name: str, value: Any, least: int = 1) -> int:
         number = least - 1
     if isinstance(value, bool) or not least <= number <= LIMITS[name]:
         raise ValueError(f"{name}={value!r} must be an integer from {least} to {LIMITS[name]}")
+    return number
+
+
+def bounded_float(name: str, value: Any, most: float) -> float:
+    """`value` as a float, if it is a number above 0 and at most `most`; otherwise a ValueError that says so."""
+    try:
+        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not 0 < number <= most:
+        raise ValueError(f"{name}={value!r:.50} must be a number above 0, at most {most}")
     return number
 
 
@@ -73,7 +85,7 @@ def _bounded_pair(name: str, value: Any) -> tuple[int, int]:
 
 
 def get_tableau(solver: str) -> solvers.Tableau | None:
-    if solver == PLAIN:
+    if isinstance(solver, str) and solver == PLAIN:
         return None
     if not isinstance(solver, str) or solver not in solvers.TABLEAUS:
         raise ValueError(f"solver={solver!r} is unknown; known solvers: {PLAIN}, {', '.join(solvers.TABLEAUS)}")
@@ -81,10 +93,9 @@ def get_tableau(solver: str) -> solvers.Tableau | None:
 
 
 def check_integration(field: str, step_size: float, solver: str) -> None:
-    if field not in FIELDS:
+    if not isinstance(field, str) or field not in FIELDS:
         raise ValueError(f"field={field!r} is unknown; known fields: {', '.join(FIELDS)}")
-    if not isinstance(step_size, (int, float)) or isinstance(step_size, bool) or not 0 < step_size < math.inf:
-        raise ValueError(f"step_size={step_size!r} must be a finite number above 0")
+    step_size = bounded_float("step_size", step_size, MAX_STEP_SIZE)
     if solver == PLAIN and (field != FIELDS[0] or step_size != 1):
         raise ValueError(
             f"field={field!r}, step_size={step_size!r}: solver='{PLAIN}' takes neither a field nor a step size; "
@@ -101,9 +112,9 @@ def check_sizes(depth: int, arguments: dict[str, Any]) -> None:
     bounded_int("reg_tokens", size["reg_tokens"], least=0)
     if embed_dim % num_heads:
         raise ValueError(f"embed_dim={embed_dim} must be divisible by num_heads={num_heads}")
-    mlp_ratio = size["mlp_ratio"]
-    if not isinstance(mlp_ratio, (int, float)) or not 0 < mlp_ratio <= LIMITS["mlp_ratio"]:
-        raise ValueError(f"mlp_ratio={mlp_ratio!r} must be a number above 0, at most {LIMITS['mlp_ratio']}")
+    mlp_ratio = bounded_float("mlp_ratio", size["mlp_ratio"], LIMITS["mlp_ratio"])
+    if int(embed_dim * mlp_ratio) < 1:
+        raise ValueError(f"mlp_ratio={mlp_ratio!r} leaves a gate without width at embed_dim={embed_dim}")
     height, width = _bounded_pair("img_size", size["img_size"])
     patch_height, patch_width = _bounded_pair("patch_size", size["patch_size"])
     if patch_height > height or patch_width > width:
@@ -115,7 +126,9 @@ def check_sizes(depth: int, arguments: dict[str, Any]) -> None:
             f"{embed_dim} has more than {MAX_NUMBERS_IN_STATE:.1e} numbers"
         )
     blocks = depth * embed_dim * (4 + 3 * mlp_ratio)  # attention, and the three matrices of a gate
-    stem = size["in_chans"] * patch_height * patch_width + tokens
+    if size["global_pool"] in ("map", "prr"):
+        blocks += embed_dim * (4 + 2 * mlp_ratio)
+    stem = size["in_chans"] * patch_height * patch_width + tokens + size["reg_tokens"]
     parameters = embed_dim * (blocks + stem + size["num_classes"])
     if parameters > MAX_PARAMETERS:
         raise ValueError(

@@ -25,6 +25,7 @@ from .model import RecurrentVisionTransformer
 __all__ = ["RECIPES", "Leg", "Phase", "Recipe", "make_plan", "schedule_arguments"]
 
 PFLOP = 10**15
+MAX_PFLOP = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -256,8 +257,8 @@ def make_plan(name: str, recipe: Recipe, images: int, pflop: float | None = None
     budget = pflop if pflop is not None else recipe.pflop
     if budget is None:
         budget = (recipe.epochs or 0) * images * _flop_per_image(final, recipe.phases[-1].size) / PFLOP
-    if not 0 < budget < math.inf:
-        raise ValueError(f"pflop={pflop!r} must be a finite number above 0")
+    if not 0 < budget <= MAX_PFLOP:
+        raise ValueError(f"pflop={pflop!r} must be a number above 0, at most {MAX_PFLOP:,}")
     plan: list[Leg] = []
     for number, phase in enumerate(recipe.phases):
         args = schedule_arguments(final, phase.fraction)

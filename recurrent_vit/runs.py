@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 from .model import RecurrentVisionTransformer
 from .recipes import PFLOP, Leg
+from .zoo import VARIANTS
 
 __all__ = [
     "Reporter", "find_checkpoints", "import_figure", "load_checkpoint", "load_result", "open_folder", "place",
@@ -43,6 +44,11 @@ __all__ = [
 ]  # fmt: skip
 
 KEPT = 2
+# arguments of timm.create_model that say where weights come from or what is built around the model, not what it is
+NOT_OF_THE_MODEL = {
+    "cache_dir", "checkpoint_path", "device", "dtype", "features_only", "pretrained", "pretrained_cfg",
+    "pretrained_cfg_overlay",
+}  # fmt: skip
 LOG_SECONDS = 5.0
 HISTORY = "history.jsonl"
 _NAME = re.compile(r"checkpoint-(\d{8})-([0-9a-f]{8})\.pt")
@@ -51,9 +57,16 @@ _NAME = re.compile(r"checkpoint-(\d{8})-([0-9a-f]{8})\.pt")
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Let `write` fill a file beside `path`, flush it to the disk, and rename it to `path`.
 
+    A link keeps pointing to its file. Where `path` is a device or a pipe there is nothing to rename: it is written to.
+
     Raises:
         OSError: The disk is full or the folder cannot be written; `path` is then as it was, and nothing else is left.
     """
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            write(file)
+        return
+    path = Path(os.path.realpath(path))
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
@@ -100,7 +113,8 @@ def _owned(folder: Path, resume: bool) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
         _lock(lock, folder)
-        if not resume and (find_checkpoints(folder) or (folder / HISTORY).exists()):
+        history = folder / HISTORY
+        if not resume and (find_checkpoints(folder) or (history.exists() and history.stat().st_size)):
             raise FileExistsError(f"{folder} holds a run already; give --resume to go on with it, or another --out")
         for part in folder.glob(".*.part"):  # of a process that was killed while it wrote
             part.unlink()
@@ -118,8 +132,11 @@ def _lock(file: IO[str], folder: Path) -> None:
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        if os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
+            return
+    except (BlockingIOError, FileNotFoundError) as error:
         raise FileExistsError(f"another process is training in {folder}; give another --out") from error
+    raise FileExistsError(f"another process has just begun to train in {folder}; give another --out")
 
 
 @contextlib.contextmanager
@@ -206,13 +223,20 @@ def load_result(folder: Path) -> RecurrentVisionTransformer:
 
     Raises:
         FileNotFoundError: The run is not finished, or the folder is not one.
+        ValueError: What is in the files is not a model of the zoo with its weights.
     """
     for name in ("run.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}: it is not the folder of a finished run")
-    facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    model: Any = timm.create_model(facts["name"], **facts["model_kwargs"])
-    model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
+    try:
+        facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        name, kwargs = facts["name"], facts["model_kwargs"]
+        if name not in VARIANTS or NOT_OF_THE_MODEL & set(kwargs):
+            raise ValueError(f"{name!r} with {kwargs} is not a model of the zoo")
+        model: Any = timm.create_model(name, **kwargs)
+        model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{folder}: run.json and model.safetensors are not those of a run: {error}") from error
     return model.eval()
 
 

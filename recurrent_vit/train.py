@@ -130,12 +130,14 @@ def fit(
 
     Raises:
         FileExistsError: `out` holds a run, and `resume` is false.
-        ValueError: A checkpoint is damaged, or of another run than the one asked for.
+        ValueError: A checkpoint is damaged, or of another run than the one asked for; or an argument out of range.
         FloatingPointError: The loss is not finite; the last checkpoint is from before.
         Interrupted: SIGTERM or SIGINT came; a checkpoint of that moment is written.
         OSError: The disk is full or the folder cannot be written; the checkpoints that are there stay whole.
     """
     runs.import_figure()  # the learning curve is drawn at the end: what is missing must show now
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must be from 0 to 2^32 - 1")
     precision = precision or ("bf16" if device.startswith("cuda") else "fp32")
     model_kwargs = dict(model_kwargs or {})
     plan = make_plan(name, recipe, len(train), pflop, **model_kwargs)

@@ -141,6 +141,30 @@ def test_a_closed_pipe_is_not_an_error():
     assert result.stderr == ""
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_a_closed_stream_is_not_an_error(closed):
+    command = f"{sys.executable} -m recurrent_vit list {closed}"
+    assert subprocess.run(["bash", "-c", command], timeout=120, check=False).returncode == 0
+
+
+def test_a_terminal_without_unicode_still_gets_its_table(data, tmp_path, monkeypatch):
+    import io
+
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["train", "bvit", "--out", str(tmp_path / "run"), "--pflop", "2e-5", *TINY]) == 0
+    assert b"\\xb1" in out.buffer.getvalue()
+
+
+def test_ctrl_c_is_one_line(monkeypatch, capsys):
+    def interrupt(*arguments, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("recurrent_vit.zoo.describe", interrupt)
+    assert main(["list"]) == 130
+    assert capsys.readouterr().err == "recurrent-vit: interrupted\n"
+
+
 def test_public_names_are_there_and_unknown_ones_are_an_attribute_error():
     for name in recurrent_vit.__all__:
         assert getattr(recurrent_vit, name) is not None
@@ -208,12 +232,20 @@ def test_a_finished_run_is_refused_without_resume(data, tmp_path, capsys):
         (["evaluate", "."], "has no run.json: it is not the folder of a finished run"),
         (["evaluate", "bvit", "--horizon", "1,x"], "horizon='1,x': 'x' is not a whole number"),
         (["evaluate", "bvit", "--plot", "sweep.txt"], "plot 'sweep.txt' must end in one of .pdf, .png, .svg"),
-        (["train", "bvit", "--out", "OUT", "--pflop", "-1"], "pflop=-1.0 must be a finite number above 0"),
+        (["train", "bvit", "--out", "OUT", "--pflop", "-1"], "pflop=-1.0 must be a number above 0"),
         (["train", "bvit", "--out", "OUT", "--model-kwargs", "steps"], "--model-kwargs 'steps': give KEY=VALUE"),
         (["train", "bvit", "--out", "OUT", "--model-kwargs", "steps=0"], "steps=0 must be an integer from 1"),
         (["train", "bvitt", "--out", "OUT"], "'bvitt' is not a name of the zoo (vit_cifar, bvit,"),
         (["train", "bvit", "--out", "OUT", "--model-kwargs", "stepz=3"], "--model-kwargs: "),
         (["train", "bvit", "--out", "OUT", "--device", "gpu"], "--device 'gpu': "),
+        (["train", "bvit", "--out", "OUT", "--device", "meta"], "--device 'meta': give cpu or cuda"),
+        (
+            ["train", "bvit", "--out", "OUT", "--model-kwargs", "pretrained=True"],
+            "--model-kwargs: pretrained is not an",
+        ),
+        (["train", "bvit", "--out", "OUT", "--model-kwargs", "act_layer=bogus"], "--model-kwargs: "),
+        (["train", "bvit", "--out", "OUT", "--seed", "-1"], "seed=-1 must be from 0 to 2^32 - 1"),
+        (["evaluate", "bvit", "--json", "no/such/rows.jsonl"], "--json 'no/such/rows.jsonl': there is no folder"),
         (["train", "bvit", "--out", "OUT", "--held-out", "7"], "size must be a multiple of the number of classes"),
     ],
 )

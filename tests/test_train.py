@@ -458,8 +458,45 @@ def test_a_resumed_run_writes_the_history_after_its_checkpoint_again(tmp_path, m
 
 def test_a_history_without_a_checkpoint_is_a_run_too(tmp_path):
     (tmp_path / "history.jsonl").write_text("")
+    fit(tmp_path, pflop=1e-7 * 5)  # a process that came to nothing leaves an empty one
+    for path in runs.find_checkpoints(tmp_path):
+        path.unlink()
     with pytest.raises(FileExistsError, match="holds a run already"):
         fit(tmp_path)
+
+
+def test_a_link_keeps_pointing_to_its_file_and_a_pipe_stays_a_pipe(tmp_path):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    runs.write_atomically(tmp_path / "link", lambda file: file.write(b"new"))
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    runs.write_atomically(tmp_path / "pipe", lambda file: file.write(b"through"))
+    assert os.read(reader, 100) == b"through"
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"name": 1, "model_kwargs": {}}', '{"name": "resnet18", "model_kwargs": {}}',
+     '{"name": "bvit", "model_kwargs": {"stepz": 1}}', '{"name": "bvit", "model_kwargs": {"steps": 1000000000}}',
+     '{"name": "bvit", "model_kwargs": {"checkpoint_path": "/etc/passwd"}}', '{"name": "bvit", "model_kwargs": {}}'],
+)  # fmt: skip
+def test_a_folder_with_foreign_files_is_refused_by_name(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    (tmp_path / "model.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=r"run\.json and model\.safetensors are not those of a run"):
+        runs.load_result(tmp_path)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 10**30])
+def test_a_bad_seed_is_refused_before_a_folder_is_made(tmp_path, seed):
+    with pytest.raises(ValueError, match=f"seed={seed} must be from 0"):
+        fit(tmp_path / "run", seed=seed)
+    assert not (tmp_path / "run").exists()
 
 
 def test_signals_are_noted_once_and_handed_back():
