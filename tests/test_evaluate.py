@@ -419,7 +419,7 @@ def test_rebuild_names_what_is_wrong(small):
         rebuild(model, solver="rk5")
     with pytest.raises(ValueError, match=r"field='black_box', step_size=1\.0: solver='plain' takes neither a field"):
         rebuild(model, solver="plain")
-    with pytest.raises(ValueError, match="step_size=0 must be a finite number above 0"):
+    with pytest.raises(ValueError, match="step_size=0 must be a number above 0"):
         rebuild(model, step_size=0)
     with pytest.raises(ValueError, match=r"not built by timm\.create_model"):
         rebuild(RecurrentVisionTransformer(**SMALL, img_size=32, patch_size=8))
