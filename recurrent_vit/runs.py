@@ -204,6 +204,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             f"{path} is damaged or not a checkpoint of ours: its sha256 begins with {found}, its name says "
             f"{match[2] if match else 'nothing'}; remove it to resume from the checkpoint before it"
         )
+    # a file of this machine's own, never a download; weights_only leaves no way to run code
     state: dict[str, Any] = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     return state
 
