@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 import recurrent_vit
+from recurrent_vit.runs import hardware
 
 __all__ = ["RESULTS", "ROOT", "Row", "append", "cell", "compared_cells", "provenance", "read"]
 
@@ -114,12 +115,7 @@ def provenance(device: str, command: str) -> Row:
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "device": device,
-        "hardware": {
-            "cpu": _cpu_name(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "gpu": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else None,
-        },
+        "hardware": hardware(device),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -131,14 +127,6 @@ def provenance(device: str, command: str) -> Row:
         "dirty": None if commit is None else bool(changes),
         "command": command,
     }
-
-
-def _cpu_name() -> str:
-    """The processor's model name, as precisely as the system tells it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _version(distribution: str) -> str | None:

@@ -160,7 +160,7 @@ RECIPES = {
             "https://kellerjordan.github.io/posts/muon/), alternating flip, whitened patch embedding "
             "(Jordan 2024, https://arxiv.org/abs/2404.00498), learning rate by compute.",
             expected="not run",
-            time="not run; 1.5 PFLOP, estimated 2.2 hours on 2 cores",
+            time="not run; 1 PFLOP, estimated 2 hours on 2 cores",
             command="recurrent-vit train bvit --recipe short --data DATA --out runs/bvit --seed 0",
             phases=(
                 Phase(0.15, 16, Fraction(1, 4), batch_size=256, micro_batch=128, padding=2),
@@ -168,7 +168,7 @@ RECIPES = {
                 Phase(0.25, 24, Fraction(1, 2), batch_size=256, micro_batch=128, padding=2),
                 Phase(0.30, 32, Fraction(1), batch_size=128, micro_batch=64, padding=4, ema=True),
             ),
-            pflop=1.5,
+            pflop=1.0,
             muon_lr=3e-3,
             adamw_lr=2e-3,
             betas=(0.9, 0.95),

@@ -23,6 +23,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -39,8 +40,9 @@ from .recipes import PFLOP, Leg
 from .zoo import VARIANTS
 
 __all__ = [
-    "Reporter", "find_checkpoints", "import_figure", "load_checkpoint", "load_result", "open_folder", "place",
-    "plot_history", "read_history", "save_checkpoint", "stop_signals", "versions", "write_atomically", "write_result",
+    "Reporter", "find_checkpoints", "hardware", "import_figure", "load_checkpoint", "load_result", "open_folder",
+    "place", "plot_history", "read_history", "save_checkpoint", "stop_signals", "versions", "write_atomically",
+    "write_result",
 ]  # fmt: skip
 
 KEPT = 2
@@ -172,6 +174,24 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}}
 
 
+def hardware(device: str | torch.device) -> dict[str, Any]:
+    """What computes: the processor's name, its cores, torch's threads, and the GPU if the device is one."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else None,
+    }
+
+
+def _cpu_name() -> str:
+    """The processor's model name, as precisely as the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def save_checkpoint(folder: Path, update: int, state: dict[str, Any]) -> None:
     """Write the state after `update` updates, then remove all but the last two checkpoints (first process only)."""
     if place()[0] != 0:
@@ -214,7 +234,8 @@ def write_result(folder: Path, weights: dict[str, Tensor], facts: dict[str, Any]
     if place()[0] == 0:
         content = safetensors.torch.save(weights, metadata={"format": "pt"})
         write_atomically(folder / "model.safetensors", lambda file: file.write(content))
-        text = json.dumps({**facts, "versions": versions()}, indent=2) + "\n"
+        date = datetime.now(timezone.utc).date().isoformat()
+        text = json.dumps({**facts, "date": date, "versions": versions()}, indent=2) + "\n"
         write_atomically(folder / "run.json", lambda file: file.write(text.encode()))
         plot_history(folder)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,8 @@ class Job:
         return {
             "name": self.name,
             "model_kwargs": self.model_kwargs,
-            "recipe": repr(self.recipe),
+            "recipe": self.recipe.name,
+            "settings": repr(replace(self.recipe, source="", expected="", time="", command="")),
             "pflop": sum(leg.flop for leg in self.plan) / PFLOP,
             "seed": self.seed,
             "images": len(self.train),
@@ -425,5 +426,6 @@ def _finish(job: Job, state: State, folder: Path) -> RecurrentVisionTransformer:
     model: Any = timm.create_model(job.name, **job.model_kwargs)
     model.load_state_dict(source.state_dict())
     weights = {name: tensor.cpu().contiguous() for name, tensor in model.state_dict().items()}
-    runs.write_result(folder, weights, {**job.identity(), "seconds": round(state.seconds, 1)})
+    facts = {**job.identity(), "seconds": round(state.seconds, 1), "hardware": runs.hardware(job.device)}
+    runs.write_result(folder, weights, facts)
     return model.to(job.device).eval()

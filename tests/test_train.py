@@ -326,7 +326,7 @@ def test_a_damaged_checkpoint_is_refused_with_the_way_out(tmp_path, damage):
         ({"precision": "bf16"}, "precision"),
         ({"name": "bvit_ds"}, "name"),
         ({"model_kwargs": {**TINY, "drop_path_rate": 0.1}}, "model_kwargs"),
-        ({"recipe": replace(RECIPE, label_smoothing=0.2)}, "recipe"),
+        ({"recipe": replace(RECIPE, label_smoothing=0.2)}, "settings"),
         ({"split": pictures(44)}, "images"),
     ],
 )
