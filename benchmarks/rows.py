@@ -1,17 +1,27 @@
 """A row: one measured cell with its statistics, and where, when and with what it was measured.
 
 A row is a JSON object; a file of results holds one a line and only ever grows. A cell is what a table shows in one
-place: benchmark, device, subject, reference and batch. Measuring it again appends a row, and tables show the latest.
+place. Measuring it again appends a row, and tables show the latest. Every row has
 
-    benchmark, subject, batch    what was measured; batch is null where no images are involved
+    benchmark, subject           what was measured
+    date, device, hardware, versions, commit, dirty, command
+                                 of the run; dirty: the commit does not say it all
+
+Rows of speed and memory, each a cell by benchmark, device, subject, reference and batch (`ROUNDS`):
+
+    batch                        images in one call; null where none are involved
     median, min, max, unit       over the rounds
     reference                    the subject it was measured side by side with, or null
     ratio, ratio_min, ratio_max  reference / subject within a round, over the rounds: above 1, the subject is the better
     rounds, inner                rounds, and repetitions of which one round is the median
     images_per_s                 batch / median, where the unit is ms
-    date, device, hardware, versions, commit, dirty, command
-                                 of the run; dirty: the commit does not say it all
     note                         what a reader of the number must know
+
+Rows of accuracy, each a cell by benchmark, device, subject, precision, trained_horizon and horizon (`STEPS`):
+
+    subject, sha256              a checkpoint, and the sum of its file; null where that is not known
+    horizon, trained_horizon, ...
+                                 as `recurrent_vit.evaluate.evaluate` describes them
 """
 
 import json
@@ -30,10 +40,12 @@ import torch
 import recurrent_vit
 from recurrent_vit.runs import hardware
 
-__all__ = ["RESULTS", "ROOT", "Row", "append", "cell", "compared_cells", "provenance", "read"]
+__all__ = ["RESULTS", "ROOT", "ROUNDS", "STEPS", "Row", "append", "cell", "compared_cells", "provenance", "read"]
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+ROUNDS = ("benchmark", "subject", "reference", "batch")
+STEPS = ("benchmark", "subject", "precision", "trained_horizon", "horizon")
 
 Row = dict[str, Any]
 

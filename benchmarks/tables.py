@@ -10,19 +10,38 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from . import rows
+from recurrent_vit import weights
+
+from . import accuracy, rows
+from .measure import TIMM_VIT, Settings
+from .processes import COMPILE, COMPILE_REFERENCE, MEMORY_TASKS, TOOLCHAIN, stage_subjects
 from .rows import Row
-from .speed import COMPILE, COMPILE_REFERENCE, GEMM, INFERENCE, MEMORY_TASKS, ODE, TIMM_VIT, TOOLCHAIN, Settings
+from .speed import GEMM, INFERENCE, ODE
 from .speed import torchdiffeq_name as theirs
 
-__all__ = ["TABLES", "Table", "latest", "render", "tables"]
+__all__ = ["TABLES", "Column", "Table", "accuracy_tables", "latest", "render", "tables"]
 
 NOT_RUN = "not run"
 FULL = Settings()
 
-Cell = tuple[str, str, str | None, int | None]  # benchmark, subject, reference, batch
-Columns = Mapping[str, Callable[[Row], str]]
+Cell = tuple[str | int | None, ...]  # what identifies a row: the values of a table's keys
+
+
+class Column(NamedTuple):
+    """What a column says of a row.
+
+    Args:
+        show: The row as text.
+        at: What the column adds to the cell that its line names.
+    """
+
+    show: Callable[[Row], str]
+    at: Cell = ()
+
+
+Columns = Mapping[str, Column]
 
 
 def _median(row: Row) -> str:
@@ -40,28 +59,65 @@ def _ratio(row: Row) -> str:
     return f"{row['ratio']:.3f} x {row['reference']} ({row['ratio_min']:.3f} to {row['ratio_max']:.3f})"
 
 
-def _number(name: str, form: str) -> Callable[[Row], str]:
+def _top1(row: Row) -> str:
+    """Per cent, with what must be known of it."""
+    broken = f" ({row['non_finite']:,} not finite)" if row["non_finite"] else ""
+    return f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}{broken}"
+
+
+def _top1_marked(row: Row) -> str:
+    return f"**{_top1(row)}**" if row["horizon"] == row["trained_horizon"] else _top1(row)
+
+
+def _number(name: str, form: str) -> Column:
     """A column of plain numbers; empty where the row has none."""
-    return lambda row: "" if row.get(name) is None else format(row[name], form)
+    return Column(lambda row: "" if row.get(name) is None else format(row[name], form))
 
 
-MEDIAN: Columns = {"median (min to max)": _median}
+MEDIAN: Columns = {"median (min to max)": Column(_median)}
 RATIO: Columns = {
-    "ratio (min to max)": _ratio,
-    "rounds x inner": lambda row: f"{row['rounds']} x {row['inner']}",
+    "ratio (min to max)": Column(_ratio),
+    "rounds x inner": Column(lambda row: f"{row['rounds']} x {row['inner']}"),
 }
 IMAGES: Columns = {"images/s": _number("images_per_s", ",.0f")}
 GFLOPS: Columns = {"GFLOP/s": _number("gflops", ",.0f"), "of the matrix product": _number("gemm_fraction", ".1%")}
+ACCURACY: Columns = {
+    "top-1 %": Column(_top1),
+    "top-5 %": Column(lambda row: f"{100 * row['top5']:.2f}"),
+    "loss": _number("loss", ".4f"),
+    "not finite": _number("non_finite", ",d"),
+    "images": _number("count", ",d"),
+    "NFE": _number("NFE", "d"),
+    "MACs": _number("MACs", ",d"),
+    "parameters": _number("parameters", ",d"),
+}
+SWEEP: Columns = {str(horizon): Column(_top1_marked, at=(horizon,)) for horizon in accuracy.HORIZONS}
 
 
 @dataclass(frozen=True)
 class Table:
-    """One table: which cells it shows, in order, and what it says about each."""
+    """One table: which cells it shows, in order, and what it says about each.
+
+    Args:
+        title: Its heading.
+        caption: What a reader must know of all of it.
+        cells: A line each, by the values of `keys`; the last of them may be left to the columns (`Column.at`).
+        columns: What a line says.
+        keys: The columns of a row that identify it; the benchmark comes first.
+        shown: Those of them that a line begins with.
+    """
 
     title: str
     caption: str
     cells: Sequence[Cell]
     columns: Columns
+    keys: Sequence[str] = rows.ROUNDS
+    shown: Sequence[str] = ("batch", "subject")
+
+    @property
+    def benchmark(self) -> str:
+        """Where its rows come from."""
+        return str(self.cells[0][0])
 
 
 TABLES = (
@@ -106,7 +162,7 @@ TABLES = (
             *(("compile", subject, COMPILE_REFERENCE, FULL.compile_batch) for subject in COMPILE),
             ("compile", TOOLCHAIN, None, None),
         ],
-        {"backend": lambda row: row["backend"], **MEDIAN, **RATIO},
+        {"backend": Column(lambda row: row["backend"]), **MEDIAN, **RATIO},
     ),
     Table(
         "Peak memory",
@@ -119,35 +175,82 @@ TABLES = (
         ],
         {**MEDIAN, **RATIO},
     ),
+    Table(
+        "Peak memory of stage-wise supervision",
+        "What one backward pass of K stages of twelve steps adds to the memory of the built model. The stages are "
+        "taken one at a time (`losses.backward_stages`); in the last line all are kept for one backward pass from the "
+        "averaged loss. Below a ratio of 1 it is more than the reference adds.",
+        [
+            ("stages", subject, None if i == 0 else stage_subjects(FULL)[0], FULL.stage_batch)
+            for i, subject in enumerate(stage_subjects(FULL))
+        ],
+        {**MEDIAN, **RATIO},
+    ),
 )
 
 
-def latest(measured: Iterable[Row], device: str) -> dict[Cell, Row]:
+def accuracy_tables(measured: Iterable[Row]) -> list[Table]:
+    """The tables of accuracy: a line for each checkpoint of the package and for all else that has rows; [] without any.
+
+    Args:
+        measured: Rows of one device.
+    """
+    lines = _accuracy_lines(row for row in measured if row["benchmark"] == accuracy.BENCHMARK)
+    if not lines:
+        return []
+    where = "CIFAR-100's test images; ±: standard error."
+    return [
+        Table(
+            "Accuracy",
+            f"After the trained number of steps (horizon), on {where}",
+            [(*line, line[-1]) for line in lines],
+            ACCURACY,
+            keys=rows.STEPS,
+            shown=("subject", "precision", "horizon"),
+        ),
+        Table(
+            "Horizon sweep",
+            f"Top-1 accuracy in per cent after other numbers of steps with the same weights, on {where} The trained "
+            "number, where it is one of these, is in bold.",
+            lines,
+            SWEEP,
+            keys=rows.STEPS,
+            shown=("subject", "precision", "trained_horizon"),
+        ),
+    ]
+
+
+def _accuracy_lines(measured: Iterable[Row]) -> list[Cell]:
+    """All but the horizon of the cells: the checkpoints in the order of the manifest, then the rest."""
+    found: list[Cell] = [tuple(row[key] for key in rows.STEPS[:-1]) for row in measured]
+    lines: list[Cell] = []
+    for checkpoint in weights.checkpoints():
+        untouched: Cell = (accuracy.BENCHMARK, checkpoint.id, "fp32", int(checkpoint.metrics["horizon"]))
+        lines += [cell for cell in found if cell[1] == checkpoint.id] or [untouched]
+    return list(dict.fromkeys([*lines, *found]))
+
+
+def latest(measured: Iterable[Row], device: str, keys: Sequence[str] = rows.ROUNDS) -> dict[Cell, Row]:
     """The last row of each cell on that device."""
-    return {
-        (row["benchmark"], row["subject"], row["reference"], row["batch"]): row
-        for row in measured
-        if row["device"] == device
-    }
+    return {tuple(row.get(key) for key in keys): row for row in measured if row["device"] == device}
 
 
 def render(table: Table, found: Mapping[Cell, Row], device: str) -> str:
-    """The table in Markdown, with a line for each run that it draws on."""
-    head = ("batch", "subject", *table.columns)
+    """The table in Markdown, with a line for each run that it draws on; `found` is by the table's keys."""
+    head = [*(key.replace("_", " ") for key in table.shown), *table.columns]
     lines = [f"### {table.title}, {device}", "", table.caption, "", _line(head), _line(["---"] * len(head))]
-    lines += [_line(_cells(cell, found.get(cell), table.columns)) for cell in table.cells]
-    sources = {source(found[cell]): None for cell in table.cells if cell in found}
+    sources: dict[str, None] = {}
+    for cell in table.cells:
+        named = dict(zip(table.keys, cell))
+        here = [(column, found.get((*cell, *column.at))) for column in table.columns.values()]
+        begin = ["" if named[key] is None else str(named[key]) for key in table.shown]
+        lines.append(_line([*begin, *(NOT_RUN if row is None else column.show(row) for column, row in here)]))
+        sources |= {source(row): None for _, row in here if row is not None}
     return "\n".join([*lines, "", *(f"- {line}" for line in sources)]).rstrip() + "\n"
 
 
 def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def _cells(cell: Cell, row: Row | None, columns: Columns) -> list[str]:
-    _, subject, _, batch = cell
-    values = [NOT_RUN for _ in columns] if row is None else [show(row) for show in columns.values()]
-    return ["" if batch is None else str(batch), subject, *values]
 
 
 def source(row: Row) -> str:
@@ -161,11 +264,17 @@ def source(row: Row) -> str:
 
 
 def tables(measured: Iterable[Row]) -> str:
-    """All tables, for every device that was measured (the CPU if none was); other rows are passed over."""
-    ours = {cell[0] for table in TABLES for cell in table.cells}
+    """All tables, each for every device that it has rows of (the CPU if there are none); other rows are passed over."""
+    ours = {accuracy.BENCHMARK, *(table.benchmark for table in TABLES)}
     measured = [row for row in measured if row.get("benchmark") in ours]
-    devices = dict.fromkeys(row["device"] for row in measured) or ["cpu"]
-    return "\n".join(render(table, latest(measured, device), device) for device in devices for table in TABLES)
+    places = {(row["benchmark"], row["device"]) for row in measured}
+    places |= {(benchmark, "cpu") for benchmark in ours - {benchmark for benchmark, _ in places}}
+    texts = []
+    for device in sorted({device for _, device in places}):
+        all_tables = [*TABLES, *accuracy_tables(row for row in measured if row["device"] == device)]
+        here = [table for table in all_tables if (table.benchmark, device) in places]
+        texts += [render(table, latest(measured, device, table.keys), device) for table in here]
+    return "\n".join(texts)
 
 
 if __name__ == "__main__":

@@ -16,18 +16,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .model import RecurrentVisionTransformer
     from .solvers import TABLEAUS, Tableau
+    from .weights import Checkpoint, checkpoints
     from .zoo import VARIANTS, Variant
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["TABLEAUS", "VARIANTS", "RecurrentVisionTransformer", "Tableau", "Variant", "__version__"]
+__all__ = [
+    "TABLEAUS", "VARIANTS", "Checkpoint", "RecurrentVisionTransformer", "Tableau", "Variant", "__version__",
+    "checkpoints",
+]  # fmt: skip
 
 _HOME = {
+    "Checkpoint": "weights",
     "RecurrentVisionTransformer": "model",
     "TABLEAUS": "solvers",
     "Tableau": "solvers",
     "VARIANTS": "zoo",
     "Variant": "zoo",
+    "checkpoints": "weights",
 }
 
 
@@ -49,4 +55,5 @@ def _is_command_line() -> bool:
 if not _is_command_line():  # there, a command imports what it needs
     from .model import RecurrentVisionTransformer
     from .solvers import TABLEAUS, Tableau
+    from .weights import Checkpoint, checkpoints
     from .zoo import VARIANTS, Variant

@@ -59,7 +59,16 @@ def _parser() -> argparse.ArgumentParser:
     style = add.add_mutually_exclusive_group()
     style.add_argument("--markdown", action="store_true", help="as a Markdown table")
     style.add_argument("--json", nargs="?", const="-", metavar="FILE", help=JSON_HELP)
+    add.add_argument("--weights", action="store_true", help="the checkpoints that come with the package instead")
     add.set_defaults(command=_list)
+
+    add = commands.add_parser(
+        "verify",
+        help="check the weights that come with the package",
+        description="Check every checkpoint (or those named): sha256, and the logits of a fixed image.",
+    )
+    add.add_argument("names", metavar="NAME", nargs="*", help="NAME or NAME.TAG; default: all")
+    add.set_defaults(command=_verify)
 
     add = commands.add_parser(
         "run",
@@ -105,6 +114,32 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--json", nargs="?", const="-", metavar="FILE", help=JSON_HELP)
     add.add_argument("--plot", metavar="FILE", help="draw accuracy against steps")
     add.set_defaults(command=_evaluate)
+
+    add = commands.add_parser(
+        "stage",
+        help="make a repository folder of a run",
+        description="Make hub/NAME.TAG (config.json, model.safetensors, README.md) of a finished and evaluated run, "
+        "and print its row for the manifest.",
+    )
+    add.add_argument("run", metavar="RUN", help="folder of the run, with test.jsonl")
+    add.add_argument("--name", required=True, help="the architecture; that of the run")
+    add.add_argument("--tag", required=True, help="of the weights, e.g. short_c100")
+    add.add_argument("--hub", default="hub", metavar="DIR", help="where to make it; default: hub")
+    add.add_argument(
+        "--repo-id", default="", metavar="ORG/NAME", help="the repository that the card tells users to load"
+    )
+    add.set_defaults(command=_stage)
+
+    add = commands.add_parser(
+        "push",
+        help="upload a repository folder to the Hugging Face Hub",
+        description="Upload a folder made by `stage`, and print the commit to pin.",
+    )
+    add.add_argument("folder", metavar="FOLDER", help="e.g. hub/bvit.short_c100")
+    add.add_argument("--repo-id", required=True, metavar="ORG/NAME")
+    add.add_argument("--private", action="store_true", help="make the repository private, if it is made")
+    add.add_argument("--dry-run", action="store_true", help="check the folder, and say what would be uploaded")
+    add.set_defaults(command=_push)
     return parser
 
 
@@ -119,16 +154,72 @@ def _add_device(parser: argparse.ArgumentParser, precision: str | None) -> None:
 
 
 def _list(args: argparse.Namespace) -> None:
-    from . import zoo
+    from . import weights, zoo
 
-    rows = [zoo.describe(name) for name in zoo.VARIANTS]
+    if args.weights:
+        rows = [row.meta if args.json else _summary(row) for row in weights.checkpoints()]
+    else:
+        rows = [zoo.describe(name) for name in zoo.VARIANTS]
     if args.json:
         _write_json(args.json, rows)
     else:
         print(_markdown_table(rows) if args.markdown else _table(rows))
 
 
+def _summary(row: Any) -> dict[str, Any]:
+    """A checkpoint as a person reads it."""
+    metrics = row.metrics
+    return {
+        "checkpoint": row.id,
+        "parameters": row.parameters,
+        "bytes": row.bytes,
+        "top-1 %": f"{100 * metrics['top1']:.2f} ± {100 * metrics['top1_stderr']:.2f}",
+        "top-5 %": f"{100 * metrics['top5']:.2f}",
+        "recipe": row.recipe,
+        "PFLOP": f"{row.pflop:g}",
+        "sha256": row.sha256[:12],
+    }
+
+
+def _verify(args: argparse.Namespace) -> None:
+    from . import runs, weights
+
+    rows = [weights.find(name) for name in args.names] or weights.checkpoints()
+    failed = []
+    for row in rows:
+        try:
+            print(f"{row.id}: {weights.verify(row)}")
+        except (OSError, ValueError) as error:
+            failed.append(row.id)
+            print(f"{row.id}: FAILED: {error}")
+    print(", ".join(f"{name} {version}" for name, version in runs.versions().items()))
+    if failed:
+        raise ValueError(f"{len(failed)} of {len(rows)} checkpoints failed: {', '.join(failed)}")
+
+
+def _stage(args: argparse.Namespace) -> None:
+    from . import hub
+
+    row = hub.stage(args.run, args.name, args.tag, args.hub, args.repo_id)
+    print(f"{Path(args.hub) / row.id} is made; its row, for recurrent_vit/checkpoints.json:", file=sys.stderr)
+    print(json.dumps(row.meta, indent=2))
+
+
+def _push(args: argparse.Namespace) -> None:
+    from . import hub
+
+    commit = hub.push(args.folder, args.repo_id, private=args.private, dry_run=args.dry_run)
+    if args.dry_run:
+        for name in hub.FILES:
+            print(f"{args.repo_id}/{name}: {(Path(args.folder) / name).stat().st_size:,} bytes")
+        print("nothing was uploaded")
+    else:
+        print(commit)
+
+
 def _markdown_table(rows: list[dict[str, Any]]) -> str:
+    if not rows:
+        return _table(rows)
     head, *lines = _table(rows, gap=" | ").splitlines()
     rule = " | ".join("---:" if isinstance(value, int) else "---" for value in rows[0].values())
     return "\n".join(f"| {line} |" for line in [head, rule, *lines])
@@ -136,6 +227,8 @@ def _markdown_table(rows: list[dict[str, Any]]) -> str:
 
 def _table(rows: list[dict[str, Any]], gap: str = "  ") -> str:
     """Rows as aligned text under their keys: words to the left, numbers to the right."""
+    if not rows:
+        return "none"
     lines = [list(rows[0])] + [
         [f"{value:,}" if isinstance(value, int) else value for value in row.values()] for row in rows
     ]
@@ -189,6 +282,7 @@ def _train(args: argparse.Namespace) -> None:
     )  # fmt: skip
     rows = _accuracy(model, held or cifar.load(args.data, "test"))
     if runs.place()[0] == 0:
+        _write_json(str(Path(args.out) / ("held_out.jsonl" if held else "test.jsonl")), _labelled(rows, args))
         where = "held-out training images" if held else "test images"
         print(f"{args.name} on {rows[0]['count']} {where}:")
         print(_table(list(map(_shown, rows))))
@@ -219,11 +313,16 @@ def _evaluate(args: argparse.Namespace) -> None:
     if runs.place()[0] != 0:
         return
     if args.json:
-        _write_json(args.json, [{"model": args.model, **row} for row in rows])
+        _write_json(args.json, [{"model": args.model, **row} for row in _labelled(rows, args)])
     if args.json != "-":
         print(_table(list(map(_shown, rows))))
     if args.plot:
         evaluate.plot_sweep(rows, args.plot, title=args.model)
+
+
+def _labelled(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows with what they were measured on: "test", or "held out N"."""
+    return [{"split": f"held out {args.held_out}" if args.held_out else "test", **row} for row in rows]
 
 
 def _write_json(target: str, rows: list[dict[str, Any]]) -> None:

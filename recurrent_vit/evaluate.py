@@ -72,6 +72,7 @@ def evaluate(
         An iterator of rows, one for each horizon, ascending:
 
         - horizon, and trained_horizon, the number of steps the model was made for (steps * stages)
+        - solver, field, step_size, precision: what ran
         - top1, top5: fractions of the images
         - top1_stderr: standard error of top1 = p over n images, sqrt(p (1 - p) / n)
         - loss: cross-entropy in nats, the mean over images with finite logits; None if there are none
@@ -112,6 +113,10 @@ def _rows(
         yield {
             "horizon": horizon,
             "trained_horizon": model.steps * model.stages,
+            "solver": model.solver,
+            "field": model.field,
+            "step_size": model.step_size,
+            "precision": precision,
             **_statistics(**dict(zip(COLUMNS, row))),
             **_costs(model, horizon),
             "seconds": seconds,

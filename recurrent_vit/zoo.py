@@ -10,14 +10,17 @@ have no weights.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import timm
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import SwiGLU
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models.vision_transformer import checkpoint_filter_fn
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, resolve_pretrained_cfg
+from timm.models.vision_transformer import VisionTransformer
 
+from . import checks, weights
+from .cifar import FINE_NAMES, MEAN, STD
 from .model import RecurrentVisionTransformer
 
 __all__ = ["VARIANTS", "Variant", "default_cfgs", "describe"]  # register_model adds each name
@@ -40,8 +43,8 @@ CIFAR_CFG = {
     "num_classes": 100,
     "input_size": (3, 32, 32),
     "fixed_input_size": True,
-    "mean": (0.5071, 0.4865, 0.4409),
-    "std": (0.2673, 0.2564, 0.2762),
+    "mean": MEAN,
+    "std": STD,
     "interpolation": "bicubic",
     "crop_pct": 1.0,
     "first_conv": "patch_embed.proj",
@@ -66,7 +69,7 @@ class Variant:
         name: The name for `timm.create_model`.
         summary: What it is, in one line.
         args: Arguments of `RecurrentVisionTransformer`; a user's own take precedence.
-        cfg: timm's pretrained configuration of its first tag.
+        cfg: timm's pretrained configuration, but for what a checkpoint adds.
     """
 
     name: str
@@ -115,7 +118,21 @@ VARIANTS: dict[str, Variant] = {
     )
 }
 
-default_cfgs = generate_default_cfgs({f"{variant.name}.untrained": variant.cfg for variant in VARIANTS.values()})
+
+def _cfgs(variant: Variant) -> dict[str, dict[str, Any]]:
+    """A configuration for each checkpoint, the first of which is timm's default; if there is none, one without."""
+    return {row.id: {**variant.cfg, **_source(row)} for row in weights.checkpoints(variant.name)} or {
+        f"{variant.name}.untrained": variant.cfg
+    }
+
+
+def _source(row: weights.Checkpoint) -> dict[str, Any]:
+    """Where timm finds the weights: the file comes before the Hub."""
+    hub_id = f"{row.repo}@{row.commit}" if row.commit else None
+    return {"file": str(row.path), "hf_hub_id": hub_id, "license": row.license, "label_names": FINE_NAMES}
+
+
+default_cfgs = generate_default_cfgs({tag: cfg for variant in VARIANTS.values() for tag, cfg in _cfgs(variant).items()})
 
 
 def describe(name: str) -> dict[str, Any]:
@@ -125,8 +142,8 @@ def describe(name: str) -> dict[str, Any]:
         name: A key of `VARIANTS`.
 
     Returns:
-        The row of that name in the zoo table: numbers of blocks, steps and evaluations, `parameters`, and `MACs`,
-        multiply-accumulates per image (`RecurrentVisionTransformer.macs`).
+        The row of that name in the zoo table: numbers of blocks, steps and evaluations, `parameters`, `MACs`
+        (multiply-accumulates per image, `RecurrentVisionTransformer.macs`), and the tags of its `weights`.
 
     Example:
         >>> describe("bvit_ode_rk4")["NFE"]
@@ -142,18 +159,47 @@ def describe(name: str) -> dict[str, Any]:
         "NFE": model.nfe,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "MACs": model.macs,
+        "weights": ", ".join(row.tag for row in weights.checkpoints(name)),
     }
 
 
+MODEL_ARGS = {
+    name for cls in (RecurrentVisionTransformer, VisionTransformer) for name in signature(cls.__init__).parameters
+} - {"self", "kwargs", "device", "dtype"}
+
+
 def _create(variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> RecurrentVisionTransformer:
+    if alien := (kwargs.get("pretrained_model_args") or {}).keys() - MODEL_ARGS:  # from a config.json
+        raise ValueError(f"config.json of {variant.name}: model_args has {sorted(alien)}, which no model takes")
+    if pretrained:
+        kwargs = {**kwargs, "pretrained_cfg_overlay": _checked_source(variant, kwargs)}
+    return _build(variant, pretrained, kwargs)
+
+
+def _build(variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> RecurrentVisionTransformer:
     return build_model_with_cfg(
         RecurrentVisionTransformer,
         variant.name,
         pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
+        pretrained_filter_fn=checks.check_state,
         feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
         **{**variant.args, **kwargs},
     )
+
+
+def _checked_source(variant: Variant, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What makes timm load the one file that was found and checked; added to the caller's own entries."""
+    overlay = dict(kwargs.get("pretrained_cfg_overlay") or {})
+    if overlay.get("hf_hub_id") or overlay.get("url"):
+        overlay.setdefault("file", None)  # a source of the caller's own stands before the package's file
+    cfg = resolve_pretrained_cfg(variant.name, kwargs.get("pretrained_cfg"), overlay)
+    path, pinned, entries = weights.locate(cfg, kwargs.get("cache_dir"))
+    if path is not None and not pinned:
+        whole = {key: value for key, value in kwargs.items() if key not in ("features_only", "feature_cls")}
+        checks.check_file(path, _build(variant, False, {**whole, "device": "meta"}))
+    # no loading code, and no layers to be left out, but our own: what a config.json says of them is not asked
+    own = {"custom_load": False, **{key: variant.cfg[key] for key in ("classifier", "first_conv")}}
+    return {**overlay, **entries, **own}
 
 
 def _entrypoint(variant: Variant) -> Callable[..., RecurrentVisionTransformer]:

@@ -4,16 +4,17 @@ import io
 import json
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from timm.models.vision_transformer import Block
 
-from benchmarks import rows, speed, tables
-from recurrent_vit import RecurrentVisionTransformer
+from benchmarks import measure, processes, rows, speed, tables
+from recurrent_vit import RecurrentVisionTransformer, weights
 
-TINY = replace(speed.QUICK, seconds=0.01, threads=1, model={"embed_dim": 16, "num_heads": 2, "mlp_ratio": 2.0})
+TINY = replace(measure.QUICK, seconds=0.01, threads=1, model={"embed_dim": 16, "num_heads": 2, "mlp_ratio": 2.0})
 IN_EVERY_ROW = {
     *("benchmark", "subject", "reference", "batch", "unit", "median", "min", "max", "images_per_s"),
     *("ratio", "ratio_min", "ratio_max", "rounds", "inner", "note"),
@@ -34,10 +35,17 @@ def little_work(monkeypatch):
 @pytest.fixture
 def in_this_process(monkeypatch):
     """No new processes, which import torch for seconds, and no peaks, which a tiny model does not raise in this one."""
-    monkeypatch.setattr(speed, "peak_memory", lambda subject, settings: 2.0)
+    for name in ("peak_memory", "backward_peak"):
+        monkeypatch.setattr(processes, name, lambda subject, settings: 2.0)
     monkeypatch.setattr(
-        speed, "in_new_process", lambda function, subject, settings, _=None: function(subject, settings)
+        processes, "in_new_process", lambda function, subject, settings, _=None: function(subject, settings)
     )
+
+
+@pytest.fixture
+def no_checkpoints(monkeypatch):
+    """No tables of accuracy."""
+    monkeypatch.setattr(weights, "checkpoints", lambda name=None: [])
 
 
 # ---- the numbers -----------------------------------------------------------------------------------------------------
@@ -65,11 +73,11 @@ def test_subjects_take_turns_and_every_second_round_runs_backwards():
     taken = []
     values = {"a": iter([1, 9, 2, 4, 5, 6]), "b": iter([7, 7, 8, 10, 10, 10]), "c": iter([0, 0, 0, 3, 3, 3])}
 
-    def measure(name):
+    def take(name):
         taken.append(name)
         return next(values[name])
 
-    result = speed.alternate({name: lambda name=name: measure(name) for name in values}, rounds=2, inner=3)
+    result = measure.alternate({name: lambda name=name: take(name) for name in values}, rounds=2, inner=3)
     assert "".join(taken) == "abcabcabc" + "cbacbacba"
     assert result == {"a": [2, 5], "b": [7, 10], "c": [0, 3]}  # medians of three
 
@@ -85,7 +93,7 @@ def clock(monkeypatch):
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr(speed, "perf_counter", clock)
+    monkeypatch.setattr(measure, "perf_counter", clock)
     return clock
 
 
@@ -100,14 +108,14 @@ def test_times_and_repetitions_come_from_the_clock(clock):
         return call
 
     calls = {"slow": lasting("s", 0.75), "fast": lasting("f", 0.25)}
-    times, inner = speed.time_in_turn(calls, replace(TINY, rounds=2, seconds=2.0))
+    times, inner = measure.time_in_turn(calls, replace(TINY, rounds=2, seconds=2.0))
     assert inner == 2  # two turns of 0.75 + 0.25 seconds fill a round of 2
     assert times == {"slow": [750, 750], "fast": [250, 250]}
     assert "".join(taken) == "sfsf" + "sf" + "sfsf" + "fsfs"  # warm-up, estimate, two rounds
 
 
 def test_the_reference_is_timms_model_at_equal_arithmetic():
-    vit, bvit, ours = (speed.build(name, TINY) for name in (speed.TIMM_VIT, "bvit", "vit_cifar"))
+    vit, bvit, ours = (measure.build(name, TINY) for name in (measure.TIMM_VIT, "bvit", "vit_cifar"))
     assert not isinstance(vit, RecurrentVisionTransformer)
     assert {type(block) for block in vit.blocks} == {Block}
     assert {k: v.shape for k, v in vit.state_dict().items()} == {k: v.shape for k, v in ours.state_dict().items()}
@@ -118,7 +126,7 @@ def test_the_reference_is_timms_model_at_equal_arithmetic():
 @pytest.mark.parametrize(("name", "method"), speed.ODE.items())
 def test_torchdiffeq_gives_the_same_state(name, method):
     pytest.importorskip("torchdiffeq")
-    assert speed.check_against_torchdiffeq(name, method, speed.QUICK) == 12
+    assert speed.check_against_torchdiffeq(name, method, measure.QUICK) == 12
 
 
 @pytest.mark.parametrize(
@@ -129,7 +137,7 @@ def test_another_method_than_torchdiffeqs_is_noticed(name, method, solver, monke
     pytest.importorskip("torchdiffeq")
     monkeypatch.setitem(speed.TORCHDIFFEQ_TABLEAUS, method, solver)
     with pytest.raises(AssertionError, match=r"not close|evaluations"):
-        speed.check_against_torchdiffeq(name, method, speed.QUICK)
+        speed.check_against_torchdiffeq(name, method, measure.QUICK)
 
 
 # ---- the parts -------------------------------------------------------------------------------------------------------
@@ -152,17 +160,19 @@ def test_training_rates_follow_from_the_times():
     gemm, *steps = speed.training(TINY)
     assert gemm["subject"] == speed.GEMM
     assert gemm["gemm_fraction"] == 1
-    flop = 6 * speed.build("bvit", TINY).macs * TINY.train_batch
+    flop = 6 * measure.build("bvit", TINY).macs * TINY.train_batch
     for row in steps:
         # two rounds: the mean of the rates at least and most
         assert row["gflops"] == pytest.approx((flop / row["min"] + flop / row["max"]) / 2e6, rel=0.05, abs=0.1)
 
 
-@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.usefixtures("in_this_process", "no_checkpoints")
 def test_a_full_run_measures_the_cells_of_the_tables(monkeypatch):
     pytest.importorskip("torchdiffeq")
-    monkeypatch.setattr(speed, "milliseconds", lambda call, settings: 1.0)
-    measured = speed.run(list(speed.PARTS), speed.Settings(seconds=0.001, threads=1, model=TINY.model), command="test")
+    for module in (measure, processes):
+        monkeypatch.setattr(module, "milliseconds", lambda call, settings: 1.0)
+    settings = measure.Settings(seconds=0.001, threads=1, model=TINY.model)
+    measured = speed.run(list(speed.PARTS), settings, command="test")
     cells = {(row["benchmark"], row["subject"], row["reference"], row["batch"]) for row in measured}
     assert cells == {cell for table in tables.TABLES for cell in table.cells}
     assert tables.NOT_RUN not in tables.tables(measured)
@@ -170,15 +180,60 @@ def test_a_full_run_measures_the_cells_of_the_tables(monkeypatch):
 
 def test_a_new_process_measures_its_own_peak_only():
     ballast = torch.ones(2**26)  # 256 MiB, which a new process must not inherit as its peak
-    added = speed.in_new_process(speed.peak_memory, "bvit training", TINY)
+    added = processes.in_new_process(processes.peak_memory, "bvit training", TINY)
     assert 0 < added < 128, ballast.numel()
 
 
 def test_the_peak_sees_what_was_freed_again():
-    speed._reset_peak(TINY)
-    before = speed._peak(TINY)
+    processes._reset_peak(TINY)
+    before = processes._peak(TINY)
     torch.ones(2**24)
-    assert speed._peak(TINY) - before > 60 * 2**20
+    assert processes._peak(TINY) - before > 60 * 2**20
+
+
+def test_rows_of_stages_are_compared_with_the_first_of_them(monkeypatch):
+    peaks = {"bvit_ds K=1": 100.0, "bvit_ds K=4": 104.0, "bvit_ds K=4, one backward": 400.0}
+    asked = []
+
+    def answer(function, subject, settings, environment):
+        asked.append((function, environment))
+        return peaks[subject]
+
+    monkeypatch.setattr(processes, "in_new_process", answer)
+    first, *others = processes.stages(replace(TINY, stages=(1, 4), process_rounds=2))
+    assert asked == [(processes.backward_peak, processes.FREED_AT_ONCE)] * 2 * len(peaks)
+    assert (first["subject"], first["reference"], first["median"], first["unit"]) == ("bvit_ds K=1", None, 100, "MiB")
+    assert {row["subject"]: row["median"] for row in (first, *others)} == peaks
+    assert [(row["reference"], row["ratio"]) for row in others] == [("bvit_ds K=1", 0.9615), ("bvit_ds K=1", 0.25)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process's own peak of memory needs Linux")
+def test_memory_is_flat_in_the_stages_that_are_taken_one_at_a_time():
+    # wide enough for its activations, some 200 MiB a stage, to drown what Python and the libraries allocate
+    wider = {"embed_dim": 64, "num_heads": 2, "mlp_ratio": 2.0}
+    _, one_at_a_time, at_once = processes.stages(replace(TINY, model=wider, stages=(1, 4), stage_batch=64))
+    assert one_at_a_time["subject"] == "bvit_ds K=4"
+    assert one_at_a_time["ratio"] == pytest.approx(1, abs=0.05)
+    assert at_once["ratio"] == pytest.approx(0.25, abs=0.05)
+
+
+@pytest.mark.parametrize(("subject", "count"), [("bvit_ds K=2", 2), ("bvit_ds K=3, one backward", 3)])
+def test_the_subject_says_which_stages_are_measured(subject, count, monkeypatch):
+    made, real = [], measure.build
+
+    def build(name, settings, **arguments):
+        made.append((name, arguments))
+        return real(name, settings, **arguments)
+
+    monkeypatch.setattr(processes, "build", build)
+    calls = {name: [] for name in ("backward_stages", "stage_loss")}
+    for name, seen in calls.items():
+        function = getattr(processes, name)
+        monkeypatch.setattr(processes, name, lambda *a, f=function, seen=seen: seen.append(a) or f(*a))
+    assert processes.backward_peak(subject, TINY) >= 0
+    assert made == [("bvit_ds", {"steps": 12, "stages": count})]
+    used = "stage_loss" if "one" in subject else "backward_stages"
+    assert {name: len(seen) for name, seen in calls.items()} == dict.fromkeys(calls, 0) | {used: 2}
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
@@ -311,7 +366,7 @@ def test_a_run_that_fails_records_nothing(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--only", "inference,sleep"], "--only: unknown sleep; known: inference, training, ode, compile, memory"),
+        (["--only", "inference,sleep"], "unknown sleep; known: inference, training, ode, compile, memory, stages"),
         (["--rounds", "0"], "--rounds and --threads must be at least 1"),
         (["--device", "cuda"], "--device cuda: torch finds no CUDA device"),
     ],
@@ -374,6 +429,7 @@ A caption.
     )
 
 
+@pytest.mark.usefixtures("no_checkpoints")
 def test_tables_without_rows_say_so():
     text = tables.tables([])
     assert text.count("### ") == len(tables.TABLES)
@@ -382,11 +438,13 @@ def test_tables_without_rows_say_so():
     assert all(line.endswith("| not run |") for line in lines)
 
 
+@pytest.mark.usefixtures("no_checkpoints")
 def test_every_device_has_its_tables():
     text = tables.tables([*MEASURED, {"accuracy": 0.5}])
-    assert "### Inference, cpu" in text
-    assert "### Inference, cuda" in text
     assert text.count("9.9 ms") == 1
+    titles = [line.removeprefix("### ") for line in text.splitlines() if line.startswith("### ")]
+    # what was measured on no device is said of the CPU alone
+    assert titles == [*(f"{table.title}, cpu" for table in tables.TABLES), "Inference, cuda"]
 
 
 def test_the_readme_shows_the_tables_of_the_rows():

@@ -18,8 +18,8 @@ from recurrent_vit.evaluate import check_plot, evaluate, parse_horizons, plot_sw
 SMALL = {"embed_dim": 16, "num_heads": 2, "num_classes": 10}
 HORIZONS = [5, 1, 2]
 KEYS = [
-    "horizon", "trained_horizon", "top1", "top1_stderr", "top5", "loss", "non_finite", "count",
-    "NFE", "MACs", "parameters", "seconds",
+    "horizon", "trained_horizon", "solver", "field", "step_size", "precision", "top1", "top1_stderr", "top5", "loss",
+    "non_finite", "count", "NFE", "MACs", "parameters", "seconds",
 ]  # fmt: skip
 
 
@@ -88,6 +88,8 @@ def test_every_name_agrees_with_a_loop_over_pictures(name, sharp, split):
             assert row[key] == pytest.approx(value, rel=1e-5), key
         assert (row["count"], row["non_finite"]) == (len(split), 0)
         assert row["trained_horizon"] == model.steps * model.stages
+        ran = (row["solver"], row["field"], row["step_size"], row["precision"])
+        assert ran == (model.solver, model.field, model.step_size, "fp32")
         assert row["parameters"] == sum(parameter.numel() for parameter in model.parameters())
         assert row["seconds"] > 0
         seen.add(row["top1"])

@@ -23,9 +23,20 @@ def run(*arguments, **kwargs):
 def test_list_has_a_row_for_every_name(capsys):
     assert main(["list"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
-    assert head.split() == ["name", "depth", "steps", "stages", "solver", "NFE", "parameters", "MACs"]
+    assert head.split() == ["name", "depth", "steps", "stages", "solver", "NFE", "parameters", "MACs", "weights"]
     assert [row.split()[0] for row in rows] == list(recurrent_vit.VARIANTS)
-    assert rows[1].split() == ["bvit", "1", "12", "1", "plain", "12", "849,348", "633,103,360"]
+    assert rows[1].split() == ["bvit", "1", "12", "1", "plain", "12", "849,348", "633,103,360", "short_c100"]
+
+
+def test_list_of_weights(capsys, monkeypatch):
+    rows = recurrent_vit.checkpoints()
+    assert main(["list", "--weights"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == [row.id for row in rows]
+    assert main(["list", "--weights", "--json"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [row.meta for row in rows]
+    monkeypatch.setattr("recurrent_vit.weights.checkpoints", lambda: [])
+    assert main(["list", "--weights"]) == 0
+    assert capsys.readouterr().out == "none\n"
 
 
 def test_list_as_json(capsys):
@@ -192,6 +203,8 @@ def test_train_then_evaluate(data, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["train", "bvit_ds", "--out", str(out), "--pflop", "2e-5", "--held-out", "100", *TINY]) == 0
     assert "bvit_ds on 100 held-out training images:" in capsys.readouterr().out
+    (last,) = [json.loads(line) for line in (out / "held_out.jsonl").read_text().splitlines()]
+    assert (last["split"], last["count"], last["horizon"]) == ("held out 100", 100, 12)
     rows, picture = tmp_path / "rows.jsonl", tmp_path / "sweep.png"
     options = ["--horizon", "1,12,24", "--limit", "200", "--json", str(rows), "--plot", str(picture)]
     assert main(["evaluate", str(out), *options]) == 0
@@ -203,6 +216,7 @@ def test_train_then_evaluate(data, tmp_path, capsys):
         (12, 12, 200),
         (24, 24, 200),
     ]
+    assert {row["split"] for row in written} == {"test"}
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
@@ -213,6 +227,8 @@ def test_evaluate_under_another_solver(data, tmp_path, capsys):
     assert main(["evaluate", str(out), "--solver", "rk4", "--step-size", "0.5", "--horizon", "2", "--json", "-"]) == 0
     row = json.loads(capsys.readouterr().out)
     assert (row["horizon"], row["NFE"], row["trained_horizon"]) == (2, 8, 12)
+    assert (row["solver"], row["step_size"]) == ("rk4", 0.5)
+    assert json.loads((out / "test.jsonl").read_text())["solver"] == "plain"
 
 
 def test_a_finished_run_is_refused_without_resume(data, tmp_path, capsys):
@@ -227,7 +243,7 @@ def test_a_finished_run_is_refused_without_resume(data, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["evaluate", "bvit"], "'bvit' has no published weights; give the folder of a run, or local-dir:PATH"),
+        (["evaluate", "bvit_ds"], "'bvit_ds' has no published weights; give the folder of a run, or local-dir:PATH"),
         (["evaluate", "bvitt"], "'bvitt' is neither a folder nor a name of the zoo (vit_cifar, bvit,"),
         (["evaluate", "."], "has no run.json: it is not the folder of a finished run"),
         (["evaluate", "bvit", "--horizon", "1,x"], "horizon='1,x': 'x' is not a whole number"),

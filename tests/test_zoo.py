@@ -4,13 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from recurrent_vit import VARIANTS, cifar, zoo
+from recurrent_vit import VARIANTS, zoo
 
 README = Path(__file__).parents[1] / "README.md"
-
-
-def test_the_statistics_of_the_data_are_those_of_the_configuration():
-    assert (zoo.CIFAR_CFG["mean"], zoo.CIFAR_CFG["std"]) == (cifar.MEAN, cifar.STD)
 
 
 def test_the_cifar_rows_cost_the_same():

@@ -1,0 +1,234 @@
+"""Accuracy of every checkpoint on the test images of CIFAR-100, after its own number of steps and after others.
+
+    python -m benchmarks.accuracy --data DIR                  # every checkpoint; appended to results/accuracy.jsonl
+    python -m benchmarks.accuracy bvit runs/mine --data DIR   # these: a name with weights, the folder of a run,
+                                                              # local-dir:PATH or hf-hub:ORG/NAME
+    python -m benchmarks.accuracy --data DIR --limit 100      # a smoke run on 100 images; printed, never recorded
+    python -m benchmarks.tables                               # the rows as tables
+    python -m benchmarks.figures FILE.png                     # the sweeps as a picture, as --plot FILE does at the end
+
+What is notable:
+
+- One pass serves all numbers of steps (`recurrent_vit.evaluate`). The trained one is always among them.
+- The rows of a checkpoint are appended when its pass is done: a run that is cut short has recorded whole passes only.
+- The command in a row says DIR for the folder of the data, and leaves out where rows and picture were written.
+
+A step of `vit_cifar` is twelve blocks, one of `bvit_ode_rk4` four evaluations: beyond their horizon these cost most.
+"""
+
+import argparse
+import hashlib
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import timm
+import torch
+
+from recurrent_vit import RecurrentVisionTransformer, cifar, evaluate, runs, weights
+
+from . import figures, rows
+from .measure import report
+from .rows import Row
+
+__all__ = ["BENCHMARK", "HORIZONS", "Subject", "command", "load", "main", "measure", "resolve"]
+
+BENCHMARK = "accuracy"
+HORIZONS = (1, 2, 4, 8, 12, 24, 48, 96)
+
+
+class Subject(NamedTuple):
+    """What is evaluated.
+
+    Args:
+        name: What the rows call it: NAME.TAG, or what was given, of an absolute path the last part.
+        source: For `load`.
+        sha256: Of its weights, where there is a file to look at.
+    """
+
+    name: str
+    source: str
+    sha256: str | None
+
+
+def resolve(text: str) -> Subject:
+    """What is meant by a NAME, a NAME.TAG, the folder of a run, local-dir:PATH, or hf-hub:ORG/NAME.
+
+    Raises:
+        ValueError: It is none of them.
+    """
+    prefix = "local-dir:" if text.startswith("local-dir:") else ""
+    folder = Path(text.removeprefix(prefix)).expanduser()
+    if prefix or folder.is_dir():
+        file = folder / weights.FILE
+        digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+        name = folder.name if folder.is_absolute() else folder.as_posix()
+        return Subject(f"{prefix}{name}", f"{prefix}{folder}", digest)
+    if text.startswith("hf-hub:"):
+        return Subject(text, text, None)
+    try:
+        row = weights.find(text)
+    except ValueError as error:
+        raise ValueError(f"NAME {error}; or give the folder of a run, local-dir:PATH or hf-hub:ORG/NAME") from error
+    return Subject(row.id, row.id, row.sha256)
+
+
+def load(subject: Subject) -> RecurrentVisionTransformer:
+    """The model with its weights, on the CPU.
+
+    Raises:
+        ValueError: It is no recurrent Vision Transformer, or its weights don't fit.
+        OSError: A file is missing, or cannot be downloaded.
+    """
+    if Path(subject.source).is_dir():
+        return runs.load_result(Path(subject.source))
+    model = timm.create_model(subject.source, pretrained=True)
+    if not isinstance(model, RecurrentVisionTransformer):
+        raise ValueError(f"NAME {subject.source!r} is a {type(model).__name__}; give a model of the zoo")
+    return model
+
+
+def measure(
+    subject: Subject,
+    model: RecurrentVisionTransformer,
+    split: cifar.Split,
+    *,
+    horizons: Sequence[int] = HORIZONS,
+    device: str = "cpu",
+    precision: str = "fp32",
+    batch_size: int = 250,
+) -> Iterator[Row]:
+    """A row for each number of steps, ascending, the trained one among them; one pass.
+
+    Args:
+        subject: What the model is.
+        model: Moved to the device.
+        split: Labelled images.
+        horizons: Numbers of steps.
+        device: A torch device.
+        precision: "fp32" or "bf16".
+        batch_size: Images in a batch.
+    """
+    found = evaluate.evaluate(
+        model.to(device),
+        split,
+        horizons={*horizons, model.steps * model.stages},
+        batch_size=batch_size,
+        precision=precision,
+        progress=True,
+    )
+    for row in found:
+        yield {"benchmark": BENCHMARK, "subject": subject.name, **row, "sha256": subject.sha256}
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Evaluate one checkpoint after another, and append the rows of each, or print them if --limit is given."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        subjects, models, split = _prepare(arguments)
+    except (OSError, ValueError, ImportError) as error:
+        parser.error(str(error))
+    out = None if arguments.limit else arguments.out or rows.RESULTS / "accuracy.jsonl"
+    origin = rows.provenance(arguments.device, command(arguments, subjects))
+    options = {name: getattr(arguments, name) for name in ("device", "precision", "batch_size")}
+    measured: list[Row] = []
+    for subject, model in zip(subjects, models):
+        report(subject.name)
+        part = [{**row, **origin} for row in measure(subject, model, split, horizons=arguments.horizon, **options)]
+        _record(part, out)
+        measured += part
+    if arguments.plot:
+        figures.plot(rows.read(out) if out else measured, arguments.plot)
+
+
+def _record(part: list[Row], out: Path | None) -> None:
+    for row in part:
+        report(f"  {row['horizon']} steps: top-1 {100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f} %")
+    if out:
+        rows.append(out, part)
+        report(f"  {len(part)} rows appended to {out}")
+    else:
+        sys.stdout.writelines(json.dumps(row) + "\n" for row in part)
+
+
+def command(arguments: argparse.Namespace, subjects: Sequence[Subject]) -> str:
+    """The command that measures it again, without the paths of one machine: the folder of the data is called DIR."""
+    words = [subject.name for subject in subjects] if arguments.names else []
+    words += ["--data", "DIR"]
+    for name, value in _changes(arguments).items():
+        words += [f"--{name.replace('_', '-')}", ",".join(map(str, value)) if name == "horizon" else str(value)]
+    return shlex.join(["python", "-m", "benchmarks.accuracy", *words])
+
+
+def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options that matter to the numbers and aren't at their default."""
+    defaults = _parser()
+    given = {name: getattr(arguments, name) for name in ("device", "precision", "horizon", "batch_size", "limit")}
+    return {name: value for name, value in given.items() if value != defaults.get_default(name)}
+
+
+def _prepare(arguments: argparse.Namespace) -> tuple[list[Subject], list[RecurrentVisionTransformer], cifar.Split]:
+    """All that the passes need, checked before the minutes that they take."""
+    _check(arguments)
+    names = arguments.names or [row.id for row in weights.checkpoints()]
+    if not names:
+        raise ValueError("NAME is missing, and the package has no checkpoints; give the folder of a run")
+    subjects = [resolve(name) for name in names]
+    called = [subject.name for subject in subjects]
+    if twice := {name for name in called if called.count(name) > 1}:
+        raise ValueError(f"NAME: {', '.join(sorted(twice))} is there twice; rows could not be told apart")
+    return subjects, [load(subject) for subject in subjects], cifar.load(arguments.data, "test")[: arguments.limit]
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.limit is not None and arguments.limit < 1:
+        raise ValueError(f"--limit {arguments.limit}: give at least 1")
+    if arguments.limit and arguments.out:
+        raise ValueError(f"--limit {arguments.limit}: such rows are not recorded; leave --out away")
+    if arguments.batch_size < 1:
+        raise ValueError(f"--batch-size {arguments.batch_size}: give at least 1")
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {arguments.device}: torch finds no CUDA device")
+    if arguments.out and not arguments.out.parent.is_dir():
+        raise FileNotFoundError(f"--out {str(arguments.out)!r}: there is no folder {str(arguments.out.parent)!r}")
+    if arguments.plot:
+        evaluate.check_plot(arguments.plot)
+
+
+def _parser() -> argparse.ArgumentParser:
+    first = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=first)
+    parser.add_argument("names", metavar="NAME", nargs="*", help="what to evaluate (default: every checkpoint)")
+    parser.add_argument("--data", metavar="DIR", help="folder of CIFAR-100 (default: the variable RECURRENT_VIT_DATA)")
+    parser.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
+    parser.add_argument("--precision", choices=evaluate.PRECISIONS, default="fp32", help="default: %(default)s")
+    parser.add_argument(
+        "--horizon",
+        type=_horizons,
+        default=HORIZONS,
+        metavar="1,2,4,...",
+        help=f"numbers of steps, beside the trained one (default: {','.join(map(str, HORIZONS))})",
+    )
+    parser.add_argument("--batch-size", type=int, default=250, help="default: %(default)s")
+    parser.add_argument("--limit", type=int, metavar="N", help="a smoke run on the first N images, only printed")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="to append to (default: results/accuracy.jsonl here)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the sweeps of all rows recorded there so far")
+    return parser
+
+
+def _horizons(text: str) -> tuple[int, ...]:
+    try:
+        return evaluate.parse_horizons(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()

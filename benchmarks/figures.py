@@ -1,0 +1,103 @@
+"""The picture of the horizon sweeps: accuracy against steps, a curve for each checkpoint, the trained horizon marked.
+
+    python -m benchmarks.figures FILE.png                  # all of benchmarks/results; also .pdf and .svg
+    python -m benchmarks.figures FILE.png FILE.jsonl ...   # these rows
+
+Of a cell that was measured again the latest row is drawn, as in the tables.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
+from pathlib import Path
+from typing import Any
+
+from recurrent_vit import runs
+from recurrent_vit.evaluate import check_plot
+
+from . import rows
+from .rows import Row
+
+__all__ = ["curves", "draw", "plot"]
+
+Curves = Mapping[str, Sequence[Row]]
+
+
+def plot(measured: Iterable[Row], path: str | Path) -> None:
+    """Draw all sweeps into a .pdf, .png or .svg file. It appears whole or not at all.
+
+    Raises:
+        ValueError: There are no rows of accuracy, or the file has another suffix.
+        OSError: The file can't be written; an existing one is as it was.
+        ImportError: matplotlib isn't installed.
+    """
+    check_plot(path)
+    found = curves(measured)
+    if not found:
+        raise ValueError("there are no rows of accuracy to draw; run python -m benchmarks.accuracy first")
+    figure, suffix = draw(found), Path(path).suffix[1:]
+    runs.write_atomically(Path(path), lambda file: figure.savefig(file, format=suffix, dpi=200))
+
+
+def curves(measured: Iterable[Row]) -> dict[str, list[Row]]:
+    """The latest rows of accuracy by subject, ascending in steps; by precision and device too where these differ."""
+    found: dict[tuple[str, str, str], dict[int, Row]] = {}
+    for row in measured:
+        if row.get("benchmark") == "accuracy":
+            found.setdefault((row["subject"], row["precision"], row["device"]), {})[row["horizon"]] = row
+    differ = [len({key[i] for key in found}) > 1 for i in (1, 2)]
+    return {
+        ", ".join([key[0], *compress(key[1:], differ)]): [by_steps[n] for n in sorted(by_steps)]
+        for key, by_steps in found.items()
+    }
+
+
+def draw(found: Curves) -> Any:
+    """A matplotlib Figure, made without pyplot: no window system and no global state play a part."""
+    figure = runs.import_figure()(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for label, curve in found.items():
+        _draw_curve(axes, label, curve)
+    axes.plot([], [], "o", color="0.3", **RING, label="trained horizon")
+    everything = [row for curve in found.values() for row in curve]
+    if any(row["non_finite"] for row in everything):
+        axes.plot([], [], "X", color="tab:red", markersize=8, label="some outputs not finite")
+
+    steps = sorted({row["horizon"] for row in everything})
+    ticks = steps if len(steps) <= 12 else [2**n for n in range(max(steps).bit_length())]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    axes.set_ylim(0, min(100, 115 * max(0.05, *(row["top1"] for row in everything))))
+    axes.set(xlabel="steps", ylabel="top-1 accuracy ± standard error, %")
+    axes.grid(axis="y", color="0.9")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
+RING: dict[str, Any] = {"markersize": 11, "markeredgewidth": 1.5, "fillstyle": "none"}
+
+
+def _draw_curve(axes: Any, label: str, curve: Sequence[Row]) -> None:
+    steps = [row["horizon"] for row in curve]
+    top1 = [100 * row["top1"] for row in curve]
+    errors = [100 * row["top1_stderr"] for row in curve]
+    bars = axes.errorbar(steps, top1, errors, fmt="o-", markersize=4, capsize=2, linewidth=1.3, label=label)
+    color = bars.lines[0].get_color()
+    for x, y, row in zip(steps, top1, curve):
+        if row["horizon"] == row["trained_horizon"]:
+            axes.plot([x], [y], "o", color=color, **RING)
+        if row["non_finite"]:
+            axes.plot([x], [y], "X", color="tab:red", markersize=8, zorder=3)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw the file named first, of the rows in the others."""
+    path, *given = sys.argv[1:] if argv is None else argv
+    files: list[str | Path] = [*given] or [*sorted(rows.RESULTS.glob("*.jsonl"))]
+    plot(rows.read(*files), path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,440 @@
+"""Repository folders for the Hugging Face Hub: made from a training run (`stage`), and uploaded (`push`).
+
+    hub/bvit.short_c100/config.json         architecture and preprocessing, for timm and transformers
+    hub/bvit.short_c100/model.safetensors   the weights
+    hub/bvit.short_c100/README.md           the card
+
+All three are functions of the run: staging it again gives the same bytes. Configuration and card are functions of the
+checkpoint's row alone (`weights.Checkpoint`), so what they say is what the manifest says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import safetensors.torch
+import timm
+from huggingface_hub import EvalResult, ModelCardData
+
+from . import runs, weights
+from .cifar import FINE_NAMES
+from .model import RecurrentVisionTransformer
+from .recipes import RECIPES
+from .weights import FILE, Checkpoint
+from .zoo import VARIANTS
+
+__all__ = ["CARD", "CONFIG", "FILES", "card", "config", "push", "stage"]
+
+CONFIG, CARD = "config.json", "README.md"
+FILES = (CONFIG, FILE, CARD)
+RESULTS = "test.jsonl"
+TRAIN_IMAGES, TEST_IMAGES = 50_000, 10_000
+DATASET = "uoft-cs/cifar100"
+PAPER = "https://arxiv.org/abs/2608.04879"
+
+
+# ---- staging ---------------------------------------------------------------------------------------------------------
+
+
+def stage(run: str | os.PathLike, name: str, tag: str, hub: str | os.PathLike = "hub", repo_id: str = "") -> Checkpoint:
+    """Make the repository folder `hub`/NAME.TAG of a finished run, and nothing else.
+
+    Args:
+        run: Folder of the run, with what it scored on the test images in test.jsonl
+            (`recurrent-vit evaluate RUN --horizon 1,2,4,8,12,24,48,96 --json RUN/test.jsonl`).
+        name: Of the architecture; that of the run.
+        tag: For the weights, letters, digits and underscores.
+        hub: The folder to make it in.
+        repo_id: "ORG/NAME" on the Hub that it is meant for: what the card tells users to load. Without one that is
+            NAME.TAG, which is right for weights that come with the package.
+
+    Returns:
+        The row for the manifest.
+
+    Raises:
+        FileExistsError: The tag has other weights already, in `hub` or in the manifest: a tag never changes them.
+        FileNotFoundError: The run isn't finished, or not evaluated.
+        ValueError: The run is of another architecture, or its results are not those of the whole test split.
+        OSError: The folder cannot be written; it is then as it was.
+    """
+    run, hub = Path(run), Path(hub)
+    if not tag.isidentifier():
+        raise ValueError(f"tag={tag!r} must be made of letters, digits and underscores, like short_c100")
+    if repo_id:
+        _check_repo_id(repo_id)
+    row, content = _row_of(run, name, tag, repo_id)
+    folder = hub / row.id
+    taken = {known.sha256 for known in weights.checkpoints() if known.id == row.id}
+    if (folder / FILE).exists():
+        taken.add(weights.sha256(folder / FILE))
+    if others := taken - {row.sha256}:
+        raise FileExistsError(
+            f"{row.id} exists with other weights (sha256 {', '.join(others)}, the run's {row.sha256}); a tag never "
+            "changes its weights: give another --tag"
+        )
+    _write_folder(folder, {CONFIG: _json(config(row)), FILE: content, CARD: card(row).encode()})
+    return row
+
+
+def _check_repo_id(repo_id: str) -> None:
+    try:
+        huggingface_hub.utils.validate_repo_id(repo_id)
+    except ValueError as error:
+        raise ValueError(f"--repo-id {repo_id!r}: {str(error).splitlines()[0]}") from error
+    if "/" not in repo_id:
+        raise ValueError(f"--repo-id {repo_id!r}: give ORG/NAME")
+
+
+def _row_of(run: Path, name: str, tag: str, repo_id: str) -> tuple[Checkpoint, bytes]:
+    """The row of a run, and the content of its weight file."""
+    model: Any = runs.load_result(run)
+    facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    if facts["name"] != name:
+        raise ValueError(f"{run} is a run of {facts['name']}, not of {name}")
+    results = _results(run / RESULTS, model)
+    trained = results[model.steps * model.stages]
+    state = {key: value.contiguous() for key, value in model.state_dict().items()}
+    content = safetensors.torch.save(state, metadata={"format": "pt"})  # with a second key, bytes would vary
+    row = Checkpoint(
+        name=name,
+        tag=tag,
+        sha256=hashlib.sha256(content).hexdigest(),
+        bytes=len(content),
+        dtype="float32",
+        parameters=sum(value.numel() for value in state.values()),
+        license="apache-2.0",
+        trained_on=f"CIFAR-100, {facts['images']:,} training images",
+        recipe=facts["recipe"],
+        precision=facts["precision"],
+        seed=facts["seed"],
+        pflop=round(facts["pflop"], 4),
+        seconds=facts["seconds"],
+        hardware=facts["hardware"],
+        versions=facts["versions"],
+        date=facts["date"],
+        metrics={key: trained[key] for key in ("horizon", "top1", "top1_stderr", "top5", "loss", "count")},
+        sweep={
+            str(horizon): {key: result[key] for key in ("top1", "non_finite")} for horizon, result in results.items()
+        },
+        golden=" ".join(f"{value:.6f}" for value in weights.golden_logits(model).tolist()),
+        model_kwargs=facts["model_kwargs"],
+        repo=repo_id,
+    )
+    return row, content
+
+
+def _results(path: Path, model: Any) -> dict[int, dict[str, Any]]:
+    """The rows of `evaluate` by number of steps."""
+    advice = f"run `recurrent-vit evaluate {path.parent} --horizon 1,2,4,8,12,24,48,96 --json {path}`"
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: {advice}")
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    expected = {
+        "split": "test", "count": TEST_IMAGES, "solver": model.solver, "field": model.field,
+        "step_size": model.step_size, "precision": "fp32",
+    }  # fmt: skip
+    for row in rows:
+        for key, value in expected.items():
+            if row.get(key) != value:
+                raise ValueError(f"{path}: a row has {key}={row.get(key)!r}; the weights are published with {value!r}")
+    results = {row["horizon"]: row for row in rows}
+    if model.steps * model.stages not in results:
+        raise ValueError(f"{path} has no row for the trained {model.steps * model.stages} steps")
+    if len(results) == 1:
+        raise ValueError(f"{path} has the trained number of steps only, and the card shows others: {advice}")
+    return results
+
+
+def _write_folder(folder: Path, files: dict[str, bytes]) -> None:
+    """A new folder appears whole or not at all; one that is there gets its files replaced, each whole."""
+    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    try:
+        part.mkdir(parents=True)
+        for name, content in files.items():
+            runs.write_atomically(part / name, _writer(content))
+        if folder.exists():
+            for name in files:
+                (part / name).replace(folder / name)
+        else:
+            part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _writer(content: bytes) -> Callable[[Any], Any]:
+    return lambda file: file.write(content)
+
+
+# ---- configuration ---------------------------------------------------------------------------------------------------
+
+
+def config(row: Checkpoint) -> dict[str, Any]:
+    """The content of config.json, for timm and for transformers.
+
+    timm's own export writes `num_classes` among the model's arguments too, on which transformers fails; it is left out.
+
+    Example:
+        >>> [config(row)["architecture"] for row in weights.checkpoints("bvit")]
+        ['bvit']
+    """
+    model: Any = timm.create_model(row.name, device="meta", **row.model_kwargs)
+    cfg = {**VARIANTS[row.name].cfg, "num_classes": model.num_classes, "tag": row.tag, "license": row.license}
+    arguments = {key: value for key, value in row.model_kwargs.items() if key != "num_classes"}
+    return {
+        "architecture": row.name,
+        "num_classes": model.num_classes,
+        "num_features": model.num_features,
+        "global_pool": model.global_pool,
+        "model_args": arguments,  # even if empty: without it transformers saves null, on which timm fails
+        **({"label_names": list(FINE_NAMES)} if model.num_classes == len(FINE_NAMES) else {}),
+        "pretrained_cfg": cfg,
+    }
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+# ---- the card --------------------------------------------------------------------------------------------------------
+
+
+def card(row: Checkpoint) -> str:
+    """The content of README.md: metadata for the Hub, then what a user must know.
+
+    Example:
+        >>> all(card(row).startswith("---") for row in weights.checkpoints())
+        True
+    """
+    metrics, recipe = row.metrics, RECIPES[row.recipe]
+    model: Any = timm.create_model(row.name, device="meta", **row.model_kwargs)
+    fields = {
+        **row.meta,
+        "id": row.id,
+        "summary": VARIANTS[row.name].summary,
+        "parameters": f"{row.parameters:,}",
+        "size": f"{row.bytes / 1e6:.1f} MB",
+        "macs": f"{model.macs / 1e6:,.0f}",
+        "source": f"hf-hub:{row.repo}" if row.repo else row.id,
+        "top1": f"{100 * metrics['top1']:.2f} ± {100 * metrics['top1_stderr']:.2f} %",
+        "top5": f"{100 * metrics['top5']:.2f} %",
+        "loss": f"{metrics['loss']:.3f}",
+        "count": f"{metrics['count']:,}",
+        "horizon": metrics["horizon"],
+        "chart": _chart(row),
+        "recipe_source": recipe.source,
+        "publish": {"raw": "raw, not averaged", "ema": "their moving average"}[recipe.publish],
+        "pflop": f"{row.pflop:.3g}",
+        "hours": f"{row.seconds / 3600:.1f}",
+        "hardware": f"{row.hardware['gpu'] or row.hardware['cpu']}, {row.hardware['threads']} threads",
+        "versions": ", ".join(f"{name} {version}" for name, version in row.versions.items()),
+        "options": _options(row),
+        "paper": PAPER,
+    }
+    return f"---\n{_metadata(row).to_yaml()}\n---\n\n{BODY.format(**fields)}"
+
+
+def _options(row: Checkpoint) -> str:
+    """The options of `train` that made it, where they are not the default."""
+    left = int(row.trained_on.split()[1].replace(",", ""))
+    options = {
+        "--pflop": "" if _is_default(row) else f"{row.pflop:g}",
+        "--held-out": str(TRAIN_IMAGES - left) if left < TRAIN_IMAGES else "",
+        "--precision": row.precision if row.precision != "fp32" else "",
+        "--device": "cuda" if row.hardware["gpu"] else "",
+        "--model-kwargs": " ".join(shlex.quote(f"{key}={value}") for key, value in row.model_kwargs.items()),
+    }
+    return "".join(f" {name} {value}" for name, value in options.items() if value)
+
+
+def _is_default(row: Checkpoint) -> bool:
+    """Whether the compute is what the recipe spends when nothing is asked for, up to an update."""
+    budget = RECIPES[row.recipe].pflop
+    return budget is None or abs(row.pflop - budget) < 0.001 * budget
+
+
+def _metadata(row: Checkpoint) -> ModelCardData:
+    def result(metric: str, label: str) -> EvalResult:
+        return EvalResult(
+            task_type="image-classification",
+            dataset_type=DATASET,
+            dataset_name="CIFAR-100",
+            dataset_split="test",
+            metric_type="accuracy",
+            metric_name=label,
+            metric_value=round(100 * row.metrics[metric], 2),
+        )
+
+    return ModelCardData(
+        library_name="timm",
+        pipeline_tag="image-classification",
+        license=row.license,
+        datasets=[DATASET],
+        metrics=["accuracy"],
+        tags=["timm", "transformers", "recurrent-vit", "image-classification", "arxiv:2608.04879"],
+        model_name=row.id,
+        eval_results=[result("top1", "top-1 accuracy, %"), result("top5", "top-5 accuracy, %")],
+    )
+
+
+def _chart(row: Checkpoint) -> str:
+    """Accuracy against steps as bars of text, which every viewer shows and no drawing library's release changes."""
+    most = max(result["top1"] for result in row.sweep.values())
+    lines = []
+    for steps, result in row.sweep.items():
+        mark = "  <- trained" if int(steps) == row.metrics["horizon"] else ""
+        lost = f"  ({result['non_finite']:,} images without finite logits)" if result["non_finite"] else ""
+        lines.append(f"{steps:>5}  {100 * result['top1']:5.2f} %  {_bar(result['top1'] / most)}{mark}{lost}")
+    return "\n".join(["steps    top-1", *lines])
+
+
+def _bar(fraction: float, width: int = 40) -> str:
+    """A bar in eighths of a character."""
+    whole, rest = divmod(round(8 * width * fraction), 8)
+    return "█" * whole + " ▏▎▍▌▋▊▉"[rest].strip()
+
+
+BODY = """# {id}
+
+A recurrent Vision Transformer for CIFAR-100: {summary}. {parameters} parameters ({size}, float32), {macs} million
+multiply-accumulates an image. It belongs to the Python package recurrent-vit, which implements "Training Crossroads for
+Recurrent Vision Transformers" ([arXiv 2608.04879]({paper})); these are not the authors' weights.
+
+## Use
+
+```python
+import timm, torch, recurrent_vit                                # the import registers the name with timm
+from PIL import Image
+model = timm.create_model("{source}", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+probabilities = model(transform(Image.open("picture.png").convert("RGB"))[None]).softmax(-1)
+```
+
+`model.set_horizon(24)` runs another number of steps. transformers loads a folder or repository of this form with
+`AutoModelForImageClassification.from_pretrained`, after `import recurrent_vit`.
+
+## Accuracy
+
+On the {count} test images of CIFAR-100, which played no part in any choice, after the {horizon} steps of training:
+**top-1 {top1}** (standard error over the images), top-5 {top5}, cross-entropy {loss} nats. After other numbers of
+steps, without any further training:
+
+```text
+{chart}
+```
+
+## Training
+
+{trained_on}; recipe `{recipe}`, {pflop} PFLOP in {hours} hours on {hardware}; {versions}; seed {seed}, one run; {date}.
+These are the weights after the last update ({publish}). The recipe: {recipe_source}
+
+To reproduce it:
+
+```bash
+recurrent-vit train {name} --recipe {recipe} --seed {seed}{options} --data DIR --out runs/{name}
+recurrent-vit evaluate runs/{name} --data DIR --horizon 1,2,4,8,12,24,48,96 --json runs/{name}/test.jsonl
+recurrent-vit stage runs/{name} --name {name} --tag {tag}
+```
+
+## Limits
+
+It knows the 100 classes of CIFAR-100 and will name one of them for any picture. It sees 32 x 32 pixels, to which larger
+pictures are reduced, so small things are lost. Five classes are people (baby, boy, girl, man, woman),
+and many are animals; the images were collected from the web by search terms, with the errors and prejudices of that,
+and the model is not fit to decide anything about a person. It is an object of research, far from the accuracy of large
+models.
+
+## Citation
+
+```bibtex
+@misc{{crossroads2026,
+  title         = {{Training Crossroads for Recurrent Vision Transformers: Recurrence, Neural {{ODE}}s, and Deep
+                   Supervision}},
+  year          = {{2026}},
+  eprint        = {{2608.04879}},
+  archivePrefix = {{arXiv}}
+}}
+```
+"""
+
+
+# ---- publishing ------------------------------------------------------------------------------------------------------
+
+
+def push(folder: str | os.PathLike, repo_id: str, *, private: bool = False, dry_run: bool = False) -> str:
+    """Upload a repository folder to the Hub, with the client's own token, endpoint and proxies.
+
+    Args:
+        folder: Made by `stage`.
+        repo_id: "ORG/NAME"; made if it doesn't exist.
+        private: Make it private, if it is made.
+        dry_run: Check everything here, and ask the Hub nothing.
+
+    Returns:
+        The commit, 40 hexadecimal digits, to be pinned in the manifest; "" for a dry run.
+
+    Raises:
+        FileNotFoundError: The folder lacks a file.
+        ValueError: It isn't a folder of `stage`, or was staged for another repository, or `repo_id` is no name of one.
+        FileExistsError: The repository has other weights: a tag never changes its weights.
+        OSError: The Hub can't be reached, or refuses.
+    """
+    folder = Path(folder)
+    _check_repo_id(repo_id)
+    _check_folder(folder, repo_id)
+    if dry_run:
+        return ""
+    api, ours = huggingface_hub.HfApi(), weights.sha256(folder / FILE)
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        info = api.model_info(repo_id, files_metadata=True)
+    except Exception as error:  # the client's classes of errors have changed twice
+        raise _refused(repo_id, error) from error
+    for file in info.siblings or []:
+        theirs = file.lfs.sha256 if file.lfs else "unknown"
+        if file.rfilename == FILE and theirs != ours:
+            raise FileExistsError(
+                f"{repo_id} has other weights (sha256 {theirs}, here {ours}); a tag never changes its weights: give "
+                "another --repo-id"
+            )
+    try:
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            allow_patterns=list(FILES),
+            commit_message=f"Upload {folder.name}",
+            parent_commit=info.sha,  # what somebody else has pushed since is not overwritten
+        )
+    except Exception as error:
+        raise _refused(repo_id, error) from error
+    return str(commit.oid)
+
+
+def _check_folder(folder: Path, repo_id: str) -> None:
+    for name in FILES:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}: give a folder made by `recurrent-vit stage`")
+    try:
+        model = timm.create_model(f"local-dir:{folder}", pretrained=True)
+        card = huggingface_hub.ModelCard.load(folder / CARD).text
+    except Exception as error:  # of JSON, YAML, timm, or ours
+        raise ValueError(f"{folder} is not fit to be published: {weights.first_line(error)}") from error
+    if not isinstance(model, RecurrentVisionTransformer):
+        raise ValueError(f"{folder} is not fit to be published: it is a {type(model).__name__}")
+    bundled = folder.name in {row.id for row in weights.checkpoints()}
+    if f'"hf-hub:{repo_id}"' not in card and not (bundled and f'"{folder.name}"' in card):
+        raise ValueError(f"{folder / CARD} does not load {repo_id}: stage the run again with --repo-id {repo_id}")
+
+
+def _refused(repo_id: str, error: Exception) -> OSError:
+    return OSError(
+        f"{repo_id} at {huggingface_hub.constants.ENDPOINT}: {weights.first_line(error)}; is there a token that may "
+        "write (`hf auth login`), and a network?"
+    )

@@ -1,0 +1,213 @@
+"""Staging and pushing repository folders, and loading from a Hub: real clients against a local one."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from huggingface_hub import ModelCard
+
+from recurrent_vit import hub
+from recurrent_vit.__main__ import main
+from recurrent_vit.weights import FILE, GOLDEN_TOLERANCE, checkpoints
+
+
+@pytest.fixture(params=checkpoints(), ids=lambda row: row.id)
+def row(request):
+    return request.param
+
+
+KEPT = ("recipe", "precision", "seed", "pflop", "seconds", "hardware", "versions", "date")
+
+
+def write_run(folder, row, **changes):
+    """The folder of the run that a checkpoint came from, as far as staging looks at it."""
+    folder.mkdir()
+    facts = {
+        "name": row.name,
+        "model_kwargs": row.model_kwargs,
+        "images": 50_000,
+        **{key: getattr(row, key) for key in KEPT},
+    }
+    (folder / "run.json").write_text(json.dumps(facts))
+    shutil.copy(row.path, folder / FILE)
+    model = timm.create_model(row.name, device="meta", **row.model_kwargs)
+    ran = {key: getattr(model, key) for key in ("solver", "field", "step_size")}
+    common = {"split": "test", "precision": "fp32", **ran, **row.metrics}
+    results = [{**common, "horizon": int(steps), **result} for steps, result in row.sweep.items()]
+    (folder / "test.jsonl").write_text("".join(json.dumps({**result, **changes}) + "\n" for result in results))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "run", checkpoints()[0])
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# ---- staging ---------------------------------------------------------------------------------------------------------
+
+
+def test_staging_its_run_gives_the_published_folder_byte_for_byte(row, tmp_path, capsys):
+    run = write_run(tmp_path / "run", row)
+    command = ["stage", str(run), "--name", row.name, "--tag", row.tag, "--hub", str(tmp_path / "hub")]
+    for _ in range(2):
+        assert main([*command, "--repo-id", row.repo]) == 0
+        assert contents(tmp_path / "hub" / row.id) == contents(row.path.parent)
+        assert [path.name for path in (tmp_path / "hub").iterdir()] == [row.id]
+    printed = json.loads(capsys.readouterr().out.partition("}\n{")[0] + "}")
+    golden, expected = (torch.tensor([*map(float, text.split())]) for text in (printed.pop("golden"), row.golden))
+    assert (golden - expected).abs().max() < GOLDEN_TOLERANCE
+    assert printed == {key: value for key, value in row.meta.items() if key != "golden"} | {"commit": ""}
+
+
+def test_a_tag_never_changes_its_weights(run, tmp_path):
+    (first,) = checkpoints()[:1]
+    state = safetensors.torch.load_file(run / FILE)
+    hub.stage(run, first.name, "other", tmp_path / "hub")
+    before = contents(tmp_path / "hub" / f"{first.name}.other")
+    state["norm.bias"] += 1
+    safetensors.torch.save_file(state, run / FILE)
+    for tag in ("other", first.tag):  # in the folder; in the manifest
+        with pytest.raises(FileExistsError, match=f"{first.name}.{tag} exists with other weights"):
+            hub.stage(run, first.name, tag, tmp_path / "hub")
+    assert contents(tmp_path / "hub" / f"{first.name}.other") == before
+    assert [path.name for path in (tmp_path / "hub").iterdir()] == [f"{first.name}.other"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"split": "held out 5000"}, "split='held out 5000'"),
+        ({"count": 500}, "count=500"),
+        ({"solver": "rk4"}, "solver='rk4'"),
+        ({"precision": "bf16"}, "precision='bf16'"),
+        ({"horizon": 13}, "no row for the trained 12 steps"),
+        ({"horizon": 12}, "has the trained number of steps only, .* run `recurrent-vit evaluate"),
+    ],
+)
+def test_results_of_anything_else_are_refused(tmp_path, changes, message):
+    run = write_run(tmp_path / "run", checkpoints("bvit")[0], **changes)
+    with pytest.raises(ValueError, match=message):
+        hub.stage(run, "bvit", "x", tmp_path / "hub")
+    assert not (tmp_path / "hub").exists()
+
+
+@pytest.mark.parametrize("missing", ["run.json", FILE, "test.jsonl"])
+def test_an_unfinished_run_is_refused(run, tmp_path, missing, capsys):
+    (run / missing).unlink()
+    assert main(["stage", str(run), "--name", "bvit", "--tag", "x", "--hub", str(tmp_path / "hub")]) == 1
+    assert missing in capsys.readouterr().err
+    assert not (tmp_path / "hub").exists()
+
+
+def test_names_and_tags_are_checked(run, tmp_path):
+    with pytest.raises(ValueError, match="is a run of bvit, not of bvit_ds"):
+        hub.stage(run, "bvit_ds", "x", tmp_path / "hub")
+    for tag in ("../x", "a.b", "", "a b"):
+        with pytest.raises(ValueError, match="must be made of letters"):
+            hub.stage(run, "bvit", tag, tmp_path / "hub")
+    assert not (tmp_path / "hub").exists()
+
+
+def test_weights_that_the_manifest_pins_are_not_replaced_by_way_of_the_folder(run, tmp_path):
+    first = checkpoints()[0]
+    state = safetensors.torch.load_file(run / FILE)
+    state["norm.bias"] += 1
+    safetensors.torch.save_file(state, run / FILE, metadata={"format": "pt"})
+    (tmp_path / "hub" / first.id).mkdir(parents=True)
+    shutil.copy(run / FILE, tmp_path / "hub" / first.id / FILE)
+    with pytest.raises(FileExistsError, match=f"exists with other weights .sha256 {first.sha256}"):
+        hub.stage(run, first.name, first.tag, tmp_path / "hub")
+
+
+def test_a_run_of_ones_own_gets_a_card_that_loads_its_repository_and_says_how_it_was_made(run, tmp_path):
+    facts = json.loads((run / "run.json").read_text())
+    facts |= {
+        "images": 45_000,
+        "pflop": 0.1234,
+        "precision": "bf16",
+        "model_kwargs": {"steps": 12, "drop_path_rate": 0.1},
+    }
+    (run / "run.json").write_text(json.dumps(facts))
+    row = hub.stage(run, "bvit", "mine", tmp_path / "hub", repo_id="someone/mine")
+    card = (tmp_path / "hub" / row.id / "README.md").read_text()
+    assert 'timm.create_model("hf-hub:someone/mine", pretrained=True)' in card
+    options = "--pflop 0.1234 --held-out 5000 --precision bf16 --model-kwargs steps=12 drop_path_rate=0.1"
+    assert f"recurrent-vit train bvit --recipe short --seed 0 {options} --data DIR" in card
+    assert "45,000 training images" in card
+    config = json.loads((tmp_path / "hub" / row.id / "config.json").read_text())
+    assert config["model_args"] == {"steps": 12, "drop_path_rate": 0.1}
+
+
+def test_names_of_repositories_are_checked(run, tmp_path):
+    for name in ("alone", "a/b/c", "a/b c", "-a/b"):
+        with pytest.raises(ValueError, match="--repo-id"):
+            hub.stage(run, "bvit", "x", tmp_path / "hub", repo_id=name)
+    assert not (tmp_path / "hub").exists()
+
+
+def test_a_failed_write_leaves_nothing(run, tmp_path, monkeypatch):
+    def full(path, write):
+        if path.name == hub.CARD:
+            raise OSError(28, "No space left on device")
+        path.write_bytes(b"half")
+
+    monkeypatch.setattr(hub.runs, "write_atomically", full)
+    with pytest.raises(OSError, match="No space left"):
+        hub.stage(run, "bvit", "x", tmp_path / "hub")
+    assert list((tmp_path / "hub").iterdir()) == []
+
+
+# ---- cards -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_card_is_valid_and_says_what_was_measured(row):
+    card = ModelCard.load(row.path.parent / "README.md")
+    data = card.data
+    assert (data.library_name, data.pipeline_tag, data.license) == ("timm", "image-classification", row.license)
+    assert data.datasets == [hub.DATASET]
+    values = {result.metric_name: result.metric_value for result in data.eval_results}
+    assert values == {
+        "top-1 accuracy, %": round(100 * row.metrics["top1"], 2),
+        "top-5 accuracy, %": round(100 * row.metrics["top5"], 2),
+    }
+    assert ModelCard(str(card)).data.to_dict() == data.to_dict()
+
+
+def test_the_snippet_of_the_card_runs(row, tmp_path, monkeypatch):
+    from PIL import Image
+
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (40, 60), "red").save("picture.png")
+    snippet = (row.path.parent / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    names = {}
+    exec(snippet, names)
+    assert len(snippet.splitlines()) == 5
+    assert names["probabilities"].shape == (1, 100)
+    torch.testing.assert_close(names["probabilities"].sum().item(), 1.0)
+
+
+def test_the_chart_shows_every_horizon(row):
+    lines = hub._chart(row).splitlines()[1:]
+    assert [int(line.split()[0]) for line in lines] == [int(steps) for steps in row.sweep]
+    assert [line for line in lines if "trained" in line] == [
+        line for line in lines if int(line.split()[0]) == row.metrics["horizon"]
+    ]
+    best = max(result["top1"] for result in row.sweep.values())
+    for line, result in zip(lines, row.sweep.values(), strict=True):
+        assert abs(line.count("█") - 40 * result["top1"] / best) <= 1
+        assert ("without finite logits" in line) == bool(result["non_finite"])
+
+
+def test_the_chart_says_what_was_not_finite():
+    row = replace(
+        checkpoints()[0], sweep={"12": {"top1": 0.5, "non_finite": 0}, "96": {"top1": 0.01, "non_finite": 9_000}}
+    )
+    assert hub._chart(row).splitlines()[-1].endswith("(9,000 images without finite logits)")
