@@ -17,7 +17,6 @@ A step of `vit_cifar` is twelve blocks, one of `bvit_ode_rk4` four evaluations: 
 """
 
 import argparse
-import hashlib
 import json
 import shlex
 import sys
@@ -64,7 +63,7 @@ def resolve(text: str) -> Subject:
     folder = Path(text.removeprefix(prefix)).expanduser()
     if prefix or folder.is_dir():
         file = folder / weights.FILE
-        digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+        digest = weights.sha256(file) if file.is_file() else None
         name = folder.name if folder.is_absolute() else folder.as_posix()
         return Subject(f"{prefix}{name}", f"{prefix}{folder}", digest)
     if text.startswith("hf-hub:"):

@@ -101,7 +101,7 @@ def test_the_sum_is_that_of_the_weights(run, split, tmp_path):
     folder, out = run(), tmp_path / "rows.jsonl"
     accuracy.main([str(folder), "--data", DATA, "--horizon", "1", "--out", str(out)])
     sums = {row["sha256"] for row in rows.read(out)}
-    assert sums == {weights._sha256(folder / "model.safetensors")}
+    assert sums == {weights.sha256(folder / "model.safetensors")}
 
 
 def test_no_path_of_this_machine_is_recorded(run, split, tmp_path):

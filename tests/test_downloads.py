@@ -22,8 +22,8 @@ FOLDER = {path.name: path.read_bytes() for path in ROW.path.parent.iterdir()}
 
 # What every process begins with: the manifest has one row, published at a commit; `load` tells what came of it.
 BEGIN = """
-import json, sys, time
-import timm, torch, recurrent_vit
+import hashlib, json, sys, time
+import safetensors.torch, timm, torch, recurrent_vit
 from recurrent_vit import weights
 
 row = weights.Checkpoint(**json.loads({row!r}))
@@ -33,8 +33,8 @@ def load(name, **kwargs):
     start = time.perf_counter()
     try:
         model = timm.create_model(name, pretrained=True, **kwargs)
-        state = weights.safetensors.torch.save(model.state_dict(), metadata={{"format": "pt"}})
-        found = "the weights" if weights.hashlib.sha256(state).hexdigest() == row.sha256 else "other weights"
+        state = safetensors.torch.save(model.state_dict(), metadata={{"format": "pt"}})
+        found = "the weights" if hashlib.sha256(state).hexdigest() == row.sha256 else "other weights"
     except Exception as error:
         found = f"{{type(error).__name__}}: {{error}}"
     print(json.dumps([found, time.perf_counter() - start]))

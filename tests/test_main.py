@@ -307,14 +307,15 @@ def test_train_passes_on_what_it_was_asked_for(data, tmp_path, monkeypatch, caps
     monkeypatch.setattr(train, "fit", fit)
     splits = {"train": data[:300], "test": data[:200]}
     monkeypatch.setattr(cifar, "load", lambda root, split="train": splits[split])
-    command = ["train", "bvit_ode_euler", "--data", "D", "--out", "OUT"]
+    command = ["train", "bvit_ode_euler", "--data", "D", "--out", str(tmp_path)]
     model = ["--model-kwargs", "field=black_box", "step_size=0.5"]
     options = ["--recipe", "paper", "--seed", "7", "--pflop", "0.5", "--precision", "bf16", "--compile", "--resume"]
     assert main([*command, *options, *model]) == 0
     assert "bvit_ode_euler on 200 test images:" in capsys.readouterr().out
     assert main([*command, "--held-out", "100"]) == 0
     (name, recipe, split, out, kwargs), (_, default, rest, _, defaults) = asked
-    assert (name, recipe.name, out, len(split)) == ("bvit_ode_euler", "paper", "OUT", 300)
+    assert (name, recipe.name, out, len(split)) == ("bvit_ode_euler", "paper", str(tmp_path), 300)
+    assert [json.loads(line)["count"] for line in (tmp_path / "test.jsonl").read_text().splitlines()] == [200]
     assert kwargs == {
         "seed": 7, "pflop": 0.5, "device": "cpu", "precision": "bf16", "compile": True, "resume": True,
         "model_kwargs": {"field": "black_box", "step_size": 0.5},
