@@ -159,8 +159,8 @@ RECIPES = {
             source="ours: resolution and step schedules, Muon on the block's matrices (Jordan 2024, "
             "https://kellerjordan.github.io/posts/muon/), alternating flip, whitened patch embedding "
             "(Jordan 2024, https://arxiv.org/abs/2404.00498), learning rate by compute.",
-            expected="not run",
-            time="not run; 1 PFLOP, estimated 2 hours on 2 cores",
+            expected="bvit: top-1 59.88 ± 0.49 % of the test images; seed 0, one run",
+            time="2.3 hours for 1 PFLOP on 2 cores (AMD EPYC), fp32",
             command="recurrent-vit train bvit --recipe short --data DATA --out runs/bvit --seed 0",
             phases=(
                 Phase(0.15, 16, Fraction(1, 4), batch_size=256, micro_batch=128, padding=2),
