@@ -173,6 +173,8 @@ def _create(variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> Recur
         raise ValueError(f"config.json of {variant.name}: model_args has {sorted(alien)}, which no model takes")
     if pretrained:
         kwargs = {**kwargs, "pretrained_cfg_overlay": _checked_source(variant, kwargs)}
+        if "num_classes" not in kwargs and not kwargs.get("features_only"):
+            kwargs.setdefault("weight_init", "skip")  # a third of the time, for values that the checkpoint replaces all
     return _build(variant, pretrained, kwargs)
 
 

@@ -154,6 +154,14 @@ def test_another_head_or_input_adapts_and_nothing_else_changes(first, source, kw
     assert state.keys() - same == adapted
 
 
+def test_a_new_head_is_initialised_as_without_weights(first):
+    heads = []
+    for pretrained in (True, False):
+        torch.manual_seed(0)
+        heads.append(timm.create_model(first.name, pretrained=pretrained, num_classes=7).head.weight)
+    assert torch.equal(*heads)
+
+
 def test_features_come_from_the_weights(first):
     features = timm.create_model(first.name, pretrained=True, features_only=True)
     whole = timm.create_model(first.name, pretrained=True)
