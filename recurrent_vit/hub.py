@@ -63,7 +63,7 @@ def stage(run: str | os.PathLike, name: str, tag: str, hub: str | os.PathLike = 
         FileExistsError: The tag has other weights already, in `hub` or in the manifest: a tag never changes them.
         FileNotFoundError: The run isn't finished, or not evaluated.
         ValueError: The run is of another architecture, or its results are not those of the whole test split.
-        OSError: The folder cannot be written; it is then as it was.
+        OSError: The folder cannot be written; a new one is then not there.
     """
     run, hub = Path(run), Path(hub)
     if not tag.isidentifier():

@@ -191,7 +191,7 @@ def locate(cfg: PretrainedCfg, cache_dir: str | os.PathLike | None = None) -> tu
     if cfg.source != "hf-hub" and cfg.state_dict:
         return None, False, {}
     if cfg.source != "hf-hub" and cfg.file:
-        return _on_disk(Path(cfg.file), cfg)
+        return _on_disk(Path(cfg.file))
     if cfg.hf_hub_id:
         return _on_hub(cfg, cache_dir)
     if cfg.url:
@@ -212,7 +212,7 @@ def _in_folder(folder: Path) -> tuple[Path, bool, dict[str, Any]]:
     return file, row is not None, {}
 
 
-def _on_disk(path: Path, cfg: PretrainedCfg) -> tuple[Path | None, bool, dict[str, Any]]:
+def _on_disk(path: Path) -> tuple[Path | None, bool, dict[str, Any]]:
     path = path.expanduser()
     row = next((row for row in checkpoints() if path == row.path), None)
     if row is not None:
@@ -272,9 +272,10 @@ def _damaged(path: Path, row: Checkpoint | None) -> str:
     if row is not None:
         return _differs(path, row)
     blob = path.resolve().name  # the Hub names large files by their sha256, and the cache keeps that name
-    if not re.fullmatch(r"[0-9a-f]{64}", blob) or sha256(path) == blob:
+    if not re.fullmatch(r"[0-9a-f]{64}", blob):
         return ""
-    return f"{path} has sha256 {sha256(path)}, the Hub said {blob}"
+    found = sha256(path)
+    return "" if found == blob else f"{path} has sha256 {found}, the Hub said {blob}"
 
 
 def _fetch(repo: str, filename: str, revision: str, cache_dir: Any, row: Checkpoint | None, problem: str = "") -> Path:
