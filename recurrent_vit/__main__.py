@@ -32,8 +32,9 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without "±" still gets its table
     args = _parser().parse_args(argv)
+    code = 0
     try:
-        args.command(args)
+        code = args.command(args) or 0  # a command that has told of its failures returns 1
         sys.stdout.flush()  # a closed pipe shows here, not at exit
     except BrokenPipeError:  # `recurrent-vit list | head -1` is not an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -43,10 +44,11 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("recurrent-vit: interrupted", file=sys.stderr)
         return 130
-    return 0
+    return code
 
 
 JSON_HELP = "as JSON lines, into FILE or to standard output"
+MODEL = "NAME|local-dir:PATH|RUN"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,6 +63,19 @@ def _parser() -> argparse.ArgumentParser:
     style.add_argument("--json", nargs="?", const="-", metavar="FILE", help=JSON_HELP)
     add.add_argument("--weights", action="store_true", help="the checkpoints that come with the package instead")
     add.set_defaults(command=_list)
+
+    add = commands.add_parser(
+        "classify",
+        help="what a model sees in pictures, and how its answer forms; offline",
+        description="The five most probable classes of each picture, and how their probabilities went over the steps. "
+        "Of a picture that is not square the central square is looked at.",
+    )
+    add.add_argument("images", metavar="IMAGE", nargs="*", help="default: photographs that come with the package")
+    add.add_argument("--model", default="bvit", metavar=MODEL, help="default: bvit; its weights are in the package")
+    add.add_argument("--horizon", type=int, metavar="N", help="number of steps; default: the model's own")
+    add.add_argument("--all-steps", action="store_true", help="a line for each step: its most probable class")
+    add.add_argument("--plot", metavar="FILE", help="draw each picture beside its probabilities against steps")
+    add.set_defaults(command=_classify)
 
     add = commands.add_parser(
         "verify",
@@ -95,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     add.set_defaults(command=_train)
 
     add = commands.add_parser("evaluate", help="accuracy on the test images", description="Accuracy on CIFAR-100.")
-    add.add_argument("model", metavar="NAME|local-dir:PATH|RUN", help="a pretrained name, a folder of one, or of a run")
+    add.add_argument("model", metavar=MODEL, help="a pretrained name, a folder of one, or of a run")
     _add_data(add)
     add.add_argument("--horizon", metavar="1,2,4,...", help="numbers of steps, in one pass; default: the model's own")
     add.add_argument("--solver", help="another solver, with the same weights")
@@ -179,6 +194,33 @@ def _summary(row: Any) -> dict[str, Any]:
         "PFLOP": f"{row.pflop:g}",
         "sha256": row.sha256[:12],
     }
+
+
+def _classify(args: argparse.Namespace) -> int:
+    from . import classify
+
+    paths = [Path(image) for image in args.images] or classify.samples()
+    names = args.images or [path.name for path in paths]
+    if args.plot:
+        classify.check_plot(args.plot, paths)
+    model, glyphs = _load(args.model), classify.glyphs_for(sys.stdout.encoding)
+    rows: list[Any] = []
+    code = 0
+    for name, path in zip(names, paths):
+        try:
+            image = classify.open_image(path)
+        except (OSError, ValueError) as error:  # the other pictures are still done
+            print(f"recurrent-vit: {error}", file=sys.stderr)
+            code = 1
+            continue
+        [answer] = classify.classify(model, [image], horizon=args.horizon)
+        print(classify.text(answer, name, all_steps=args.all_steps, glyphs=glyphs))
+        if args.plot:
+            image.thumbnail((512, 512))
+            rows.append((path.name, image, answer))
+    if rows:
+        classify.plot(rows, args.plot, title=args.model)
+    return code
 
 
 def _verify(args: argparse.Namespace) -> None:
