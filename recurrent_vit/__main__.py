@@ -131,6 +131,19 @@ def _parser() -> argparse.ArgumentParser:
     add.set_defaults(command=_evaluate)
 
     add = commands.add_parser(
+        "export",
+        help="write a model as an ONNX file",
+        description="Write a model as one ONNX file, with inputs image and steps. An existing file is replaced.",
+    )
+    add.add_argument("model", metavar="NAME|local-dir:PATH|RUN", help="a pretrained name, a folder of one, or of a run")
+    add.add_argument("file", metavar="FILE.onnx", help="the file to write")
+    add.add_argument("--int8", action="store_true", help="quantise the products with weights")
+    add.add_argument(
+        "--fixed-horizon", type=int, metavar="N", help="N steps one after the other, without a loop and the input steps"
+    )
+    add.set_defaults(command=_export)
+
+    add = commands.add_parser(
         "stage",
         help="make a repository folder of a run",
         description="Make hub/NAME.TAG (config.json, model.safetensors, README.md) of a finished and evaluated run, "
@@ -360,6 +373,16 @@ def _evaluate(args: argparse.Namespace) -> None:
         print(_table(list(map(_shown, rows))))
     if args.plot:
         evaluate.plot_sweep(rows, args.plot, title=args.model)
+
+
+def _export(args: argparse.Namespace) -> None:
+    from . import export
+
+    export.check_target(args.file, args.int8)
+    facts = export.export_onnx(_load(args.model), args.file, fixed_horizon=args.fixed_horizon, int8=args.int8)
+    steps = "built in" if args.fixed_horizon else f"an input, trained with {facts['trained_horizon']}"
+    size = Path(args.file).stat().st_size
+    print(f"{args.file}: {size:,} bytes, {facts['precision']}, {facts['solver']}; number of steps: {steps}")
 
 
 def _labelled(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
