@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .anytime import Anytime
     from .model import RecurrentVisionTransformer
     from .solvers import TABLEAUS, Tableau
     from .weights import Checkpoint, checkpoints
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
-    "TABLEAUS", "VARIANTS", "Checkpoint", "RecurrentVisionTransformer", "Tableau", "Variant", "__version__",
-    "checkpoints",
+    "TABLEAUS", "VARIANTS", "Anytime", "Checkpoint", "RecurrentVisionTransformer", "Tableau", "Variant",
+    "__version__", "checkpoints",
 ]  # fmt: skip
 
 _HOME = {
+    "Anytime": "anytime",
     "Checkpoint": "weights",
     "RecurrentVisionTransformer": "model",
     "TABLEAUS": "solvers",

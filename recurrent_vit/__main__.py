@@ -117,6 +117,12 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--field", help="another field, with the same weights")
     add.add_argument("--step-size", type=float, help="another step size, with the same weights")
     add.add_argument(
+        "--anytime",
+        metavar="CRITERION[:THRESHOLD]",
+        help="stop each image when it is sure: confidence:0.9, margin:0.8, stable:3 or step_norm:0.1; without a "
+        "threshold, one is calibrated on training images",
+    )
+    add.add_argument(
         "--held-out",
         type=int,
         default=0,
@@ -127,7 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--batch-size", type=int, default=250, help="default: 250")
     _add_device(add, precision="fp32")
     add.add_argument("--json", nargs="?", const="-", metavar="FILE", help=JSON_HELP)
-    add.add_argument("--plot", metavar="FILE", help="draw accuracy against steps")
+    add.add_argument(
+        "--plot", metavar="FILE", help="draw accuracy against steps, or, with --anytime, against mean evaluations"
+    )
     add.set_defaults(command=_evaluate)
 
     add = commands.add_parser(
@@ -344,13 +352,16 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _evaluate(args: argparse.Namespace) -> None:
-    from . import cifar, evaluate, runs
+    from . import anytime, cifar, evaluate, runs
 
     if args.plot:
         evaluate.check_plot(args.plot)
     if args.json and args.json != "-" and not Path(args.json).parent.is_dir():
         raise FileNotFoundError(f"--json {args.json!r}: there is no folder {str(Path(args.json).parent)!r}")
     horizons = evaluate.parse_horizons(args.horizon) if args.horizon else None
+    exits = None if args.anytime is None else anytime.parse(args.anytime)
+    if exits is not None:
+        _check_anytime(args, horizons, threshold=exits[1])
     _use_device(args)
     model = _load(args.model)
     if args.solver or args.field or args.step_size is not None:
@@ -362,6 +373,11 @@ def _evaluate(args: argparse.Namespace) -> None:
         if args.limit < 1:
             raise ValueError(f"limit={args.limit} must be at least 1")
         split = split[: args.limit]
+    if exits is not None:
+        if horizons:
+            model.set_horizon(horizons[0])
+        _evaluate_anytime(args, model.to(args.device), split, *exits)
+        return
     rows = _accuracy(
         model.to(args.device), split, horizons=horizons, batch_size=args.batch_size, precision=args.precision
     )
@@ -383,6 +399,71 @@ def _export(args: argparse.Namespace) -> None:
     steps = "built in" if args.fixed_horizon else f"an input, trained with {facts['trained_horizon']}"
     size = Path(args.file).stat().st_size
     print(f"{args.file}: {size:,} bytes, {facts['precision']}, {facts['solver']}; number of steps: {steps}")
+
+
+def _check_anytime(args: argparse.Namespace, horizons: tuple[int, ...] | None, threshold: float | None) -> None:
+    if horizons and len(horizons) > 1:
+        raise ValueError(f"--horizon {args.horizon!r}: with --anytime give one number of steps, the most for an image")
+    if args.held_out and threshold is None:
+        raise ValueError(
+            f"--held-out {args.held_out}: a threshold would be calibrated on the images that it is evaluated on; give "
+            f"--anytime {args.anytime}:THRESHOLD"
+        )
+
+
+def _evaluate_anytime(
+    args: argparse.Namespace, model: Any, split: Any, criterion: str, threshold: float | None
+) -> None:
+    """Early exit on the split, at that threshold, or at one that is calibrated first."""
+    from . import calibration, cifar, runs
+    from .anytime import Anytime
+
+    options: dict[str, Any] = {"batch_size": args.batch_size, "precision": args.precision, "progress": True}
+    origin = {"calibrated_on": None, "allowed_loss": None}
+    if threshold is None:
+        train = cifar.load(args.data, "train")
+        held = train[cifar.held_out(train.labels, calibration.HELD_OUT)[1]]
+        threshold = calibration.calibrate(model, held, criterion, **options).threshold
+        origin = {"calibrated_on": f"held out {len(held)}", "allowed_loss": calibration.LOSS}
+    row = {**calibration.measure(Anytime(model, criterion, threshold), split, **options), **origin}
+    if runs.place()[0] != 0:
+        return
+    if args.json:
+        _write_json(args.json, [{"model": args.model, **labelled} for labelled in _labelled([row], args)])
+    if args.json != "-":
+        print(_table([_shown_anytime(row)]))
+        print(_exits(row))
+    if args.plot:
+        records = calibration.record(model, split, [criterion], **options)[criterion]
+        curves = [*calibration.uniform(records), *calibration.curve(records)]
+        calibration.plot_curve(curves, args.plot, title=args.model, points=[row])
+
+
+def _shown_anytime(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `calibration.measure` as a person reads it."""
+    shown = _shown({**row, "MACs": None, "parameters": None})
+    return {
+        "criterion": row["criterion"],
+        "threshold": "never" if row["threshold"] is None else f"{row['threshold']:.9g}",  # enough to give it again
+        "mean steps": f"{row['mean_steps']:.2f}",
+        "mean NFE": f"{row['mean_NFE']:.2f}",
+        "NFE": row["NFE"],
+        "saved %": f"{100 * row['saved']:.1f}",
+        **{name: shown[name] for name in ("top-1 %", "top-5 %", "loss", "not finite", "images", "seconds")},
+    }
+
+
+def _exits(row: dict[str, Any]) -> str:
+    """How many images took how many steps, and where the threshold is from."""
+    lines = [f"steps: {', '.join(f'{step} ({images} images)' for step, images in row['exits'].items())}"]
+    if row["calibrated_on"]:
+        count = row["calibrated_on"].split()[-1]
+        lines.append(
+            f"The threshold was calibrated on {count} training images, those that `train --held-out {count}` sets "
+            f"aside, for a loss of at most {100 * row['allowed_loss']:g} points there. A model that was trained on "
+            "them is too sure of them, and loses more on others."
+        )
+    return "\n".join(lines)
 
 
 def _labelled(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -1,0 +1,208 @@
+"""Early exit on the test images of CIFAR-100: accuracy against mean evaluations, and the time that is really saved.
+
+    python -m benchmarks.anytime --data DIR               # bvit_ds; appended to results/anytime.jsonl
+    python -m benchmarks.anytime runs/mine --data DIR     # a name with weights, the folder of a run, local-dir:PATH
+    python -m benchmarks.anytime --data DIR --plot FILE.png
+    python -m benchmarks.anytime --data DIR --limit 256   # a smoke run on 256 images; printed, never recorded
+
+Three kinds of rows, by `benchmark`:
+
+- "anytime": a criterion whose threshold was chosen on held-out training images for an allowed loss, run on the test
+  images with a batch that shrinks (`recurrent_vit.calibration.measure`); `lost` is the accuracy of the plain model
+  minus its own, `calibrated_on` what the threshold was chosen on.
+- "anytime curve": all thresholds on the test images, thinned out, from one pass without exits
+  (`recurrent_vit.calibration.curve`); criterion "uniform" is what stopping all images after the same step gives. They
+  are for the picture: no threshold is chosen here.
+- "anytime time": milliseconds for a batch of test images, the mean over `BATCHES` of them, the plain model and each
+  criterion in turn within a round and backwards in the next; the ratio is speed, so 1 - 1 / ratio of the time is saved.
+
+Give a model that was trained with `--held-out 5000`: on images that it was trained on, thresholds come out too lax.
+It wants an otherwise idle machine.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from recurrent_vit import RecurrentVisionTransformer, calibration, cifar, evaluate
+from recurrent_vit.anytime import Anytime
+
+from . import accuracy, rows
+from .measure import Settings, alternate, infer, milliseconds, report
+from .rows import Row
+
+__all__ = ["BATCH", "LOSSES", "main", "outcomes", "times"]
+
+LOSSES = (0.0025, 0.005)  # the first leaves room for chance: 5,000 images say little more than a quarter of a point
+BATCH, BATCHES = 128, 8
+POINTS = 32
+
+
+def outcomes(
+    name: str, model: RecurrentVisionTransformer, held: cifar.Split, test: cifar.Split, losses: Sequence[float] = LOSSES
+) -> Iterator[Row]:
+    """Rows of "anytime" and "anytime curve".
+
+    Args:
+        name: What the rows call the model.
+        model: On its device.
+        held: Images to choose thresholds on.
+        test: Images to report on.
+        losses: Of accuracy that may be lost on `held`, as fractions.
+    """
+    chosen_on = calibration.record(model, held, batch_size=BATCH, progress=True)
+    on_test = calibration.record(model, test, batch_size=BATCH, progress=True)
+    plain = calibration.at(on_test["confidence"], None)
+    for criterion, records in chosen_on.items():
+        for loss in losses:
+            threshold = calibration.choose(records, loss)["threshold"]
+            anytime = Anytime(model, criterion, threshold)
+            row = calibration.measure(anytime, test, batch_size=BATCH, progress=True)
+            origin = {"allowed_loss": loss, "calibrated_on": f"held out {len(held)}"}
+            lost = {"lost": plain["top1"] - row["top1"], "lost_stderr": _lost_stderr(on_test[criterion], threshold)}
+            yield {"benchmark": "anytime", "subject": name, **row, **lost, **origin}
+    for records in on_test.values():
+        for row in calibration.curve(records, POINTS):
+            yield {"benchmark": "anytime curve", "subject": name, **row}
+    for row in calibration.uniform(on_test["confidence"]):
+        yield {"benchmark": "anytime curve", "subject": name, **row}
+
+
+def _lost_stderr(records: calibration.Records, threshold: float | None) -> float:
+    deviation: float = calibration.at(records, threshold)["lost_stderr"]
+    return deviation
+
+
+def times(
+    name: str, model: RecurrentVisionTransformer, test: cifar.Split, measured: Sequence[Row], rounds: int, device: str
+) -> Iterator[Row]:
+    """Rows of "anytime time": the plain model, and each criterion at the thresholds of the rows of "anytime"."""
+    images = cifar.normalize(test.images[: BATCH * BATCHES].to(device)).split(BATCH)
+    modules: dict[str, nn.Module] = {f"{name} plain": model.eval()}
+    for row in measured:
+        if row["benchmark"] == "anytime":
+            subject = f"{name} {row['criterion']}, loss {row['allowed_loss']:g}"
+            modules[subject] = Anytime(model, row["criterion"], row["threshold"])
+    settings = Settings(device=device)
+    calls = {subject: partial(_per_batch, module, images, settings) for subject, module in modules.items()}
+    alternate(calls, rounds=1)  # warm-up
+    yield from rows.compared_cells("anytime time", alternate(calls, rounds), batch=BATCH, batches=len(images))
+
+
+def _per_batch(module: nn.Module, images: Sequence[Tensor], settings: Settings) -> float:
+    """Milliseconds for a batch, the mean over all of them: exits depend on the images."""
+    return milliseconds(lambda: [infer(module, part) for part in images], settings) / len(images)
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and append the rows when all is done, or print them if --limit is given."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        subject, model, held, test = _prepare(arguments)
+    except (OSError, ValueError, ImportError) as error:
+        parser.error(str(error))
+    origin = rows.provenance(arguments.device, _command(arguments, subject.name))
+    origin["sha256"] = subject.sha256
+    measured: list[Row] = []
+    for row in outcomes(subject.name, model, held, test):
+        measured.append({**row, **origin})
+        if row["benchmark"] == "anytime":
+            report(f"  {_describe(row)}")
+    for row in times(subject.name, model, test, list(measured), arguments.rounds, arguments.device):
+        measured.append({**row, **origin})
+        ratio = f", {row['ratio']:.3f} times as fast" if row["ratio"] else ""
+        report(f"  {row['subject']}: {row['median']:.4g} ms{ratio}")
+    _record(measured, arguments)
+
+
+def _describe(row: Row) -> str:
+    return (
+        f"{row['criterion']}, {100 * row['allowed_loss']:g} points allowed: threshold {row['threshold']}, "
+        f"{100 * row['saved']:.1f} % of the evaluations saved, "
+        f"{100 * row['lost']:.2f} ± {100 * row['lost_stderr']:.2f} points lost"
+    )
+
+
+def _record(measured: list[Row], arguments: argparse.Namespace) -> None:
+    if arguments.limit:
+        sys.stdout.writelines(json.dumps(row) + "\n" for row in measured)
+    else:
+        out = arguments.out or rows.RESULTS / "anytime.jsonl"
+        rows.append(out, measured)
+        report(f"{len(measured)} rows appended to {out}")
+    if arguments.plot:
+        curves = [row for row in measured if row["benchmark"] == "anytime curve"]
+        points = [row for row in measured if row["benchmark"] == "anytime"]
+        calibration.plot_curve(curves, arguments.plot, title=arguments.name, points=points)
+
+
+def _command(arguments: argparse.Namespace, name: str) -> str:
+    """The command that measures it again, without the paths of one machine: the folder of the data is called DIR."""
+    words = ["python", "-m", "benchmarks.anytime", name, "--data", "DIR"]
+    for option in ("device", "held_out", "rounds", "limit"):
+        if getattr(arguments, option) != _parser().get_default(option):
+            words += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
+    return shlex.join(words)
+
+
+def _prepare(arguments: argparse.Namespace) -> tuple[accuracy.Subject, Any, cifar.Split, cifar.Split]:
+    """Whatever can go wrong, before the minutes that it takes."""
+    _check(arguments)
+    subject = accuracy.resolve(arguments.name)
+    model = accuracy.load(subject).to(arguments.device)
+    train, test = cifar.load(arguments.data, "train"), cifar.load(arguments.data, "test")
+    held = train[cifar.held_out(train.labels, arguments.held_out)[1]]
+    return subject, model, held[: arguments.limit], test[: arguments.limit]
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for option in ("rounds", "limit"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise ValueError(f"--{option} {value}: give at least 1")
+    if arguments.limit and arguments.out:
+        raise ValueError(f"--limit {arguments.limit}: such rows are not recorded; leave --out away")
+    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {arguments.device}: torch finds no CUDA device")
+    if arguments.out and not arguments.out.parent.is_dir():
+        raise FileNotFoundError(f"--out {str(arguments.out)!r}: there is no folder {str(arguments.out.parent)!r}")
+    if arguments.plot:
+        evaluate.check_plot(arguments.plot)
+
+
+def _parser() -> argparse.ArgumentParser:
+    first = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.anytime", description=first)
+    parser.add_argument("name", metavar="NAME", nargs="?", default="bvit_ds", help="default: %(default)s")
+    parser.add_argument("--data", metavar="DIR", help="folder of CIFAR-100 (default: the variable RECURRENT_VIT_DATA)")
+    parser.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
+    parser.add_argument(
+        "--held-out",
+        type=int,
+        default=calibration.HELD_OUT,
+        metavar="N",
+        help="choose on the N training images that train --held-out N set aside (default: %(default)s)",
+    )
+    parser.add_argument("--rounds", type=int, default=6, help="of the timing; even (default: %(default)s)")
+    parser.add_argument("--limit", type=int, metavar="N", help="a smoke run on the first N images, only printed")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="append to (default: benchmarks/results/anytime.jsonl)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw accuracy against mean evaluations")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

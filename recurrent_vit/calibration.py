@@ -1,0 +1,443 @@
+"""The threshold of early exit: what each one costs and loses on a labelled split, and which one to take.
+
+    >>> import timm, torch, recurrent_vit
+    >>> from recurrent_vit.cifar import Split
+    >>> model = timm.create_model("bvit", embed_dim=16, num_heads=2, steps=3)
+    >>> split = Split(torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.tensor([1, 2, 3, 4]))
+    >>> threshold, row, curve = calibrate(model, split, "stable", loss=1.0)
+    >>> threshold, row["mean_steps"], row["exits"]  # if all may be lost, the first check will do
+    (1, 1.0, {'1': 4})
+
+What is notable:
+
+- One pass that lets no image exit (:func:`record`) tells for every criterion and threshold what it would have done.
+  Choosing among all thresholds is then a sort, not a search.
+- Nothing is chosen on the test images. On images that the model was trained on it is too sure of its answers, and the
+  threshold comes out too lax: hold some out.
+- :func:`measure` runs the real thing, with a batch that shrinks.
+- Several processes don't share a pass: each makes the whole of it, and has the same rows.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import runs
+from .anytime import CRITERIA, Anytime, Running, bounded, is_sound, wide
+from .cifar import Split, batches, batches_per_epoch
+from .evaluate import (
+    COLUMNS,
+    PRECISIONS,
+    Row,
+    _bar,
+    _checked,
+    _count,
+    _first_parameter,
+    _inference,
+    _statistics,
+    check_plot,
+)
+
+__all__ = [
+    "HELD_OUT", "LOSS", "Calibration", "Records",
+    "at", "calibrate", "choose", "curve", "measure", "plot_curve", "record", "uniform",
+]  # fmt: skip
+
+LOSS = 0.005  # of accuracy, that a calibrated threshold may cost: half a point
+HELD_OUT = 5000  # training images to calibrate on: those that `train --held-out 5000` sets aside
+
+
+# ---- every threshold at once ---------------------------------------------------------------------------------------
+
+
+class Records(NamedTuple):
+    """What a criterion says of N images at each of k checks, and whether the answers are right, without any exit."""
+
+    criterion: str
+    steps: tuple[int, ...]  # the k checks and, last, the horizon
+    scores: Tensor  # float64 (N, k), NaN where the state has overflowed
+    right: Tensor  # bool (N, k + 1)
+    about: Row  # the columns that say what ran
+
+
+def record(
+    model: nn.Module,
+    split: Split,
+    criteria: Iterable[str] = tuple(CRITERIA),
+    *,
+    least: int | None = None,
+    every: int = 1,
+    batch_size: int = 250,
+    precision: str = "fp32",
+    progress: bool = False,
+) -> dict[str, Records]:
+    """Record what criteria say at every check, in one pass over the split that lets no image exit.
+
+    Kept are 8 bytes for each image, check and criterion, and one for each image and check; no states, no logits.
+
+    Args:
+        model: A `RecurrentVisionTransformer`.
+        split: Labelled images of the model's size.
+        criteria: Keys of `CRITERIA`.
+        least: As in :class:`Anytime`.
+        every: As in :class:`Anytime`.
+        batch_size: Images in a batch.
+        precision: As in :func:`measure`.
+        progress: Show a bar on standard error, if that is a terminal.
+
+    Returns:
+        The records of each criterion.
+
+    Raises:
+        ValueError: A model or split that doesn't fit, or an argument out of range.
+    """
+    watched = {name: Anytime(model, name, None, least=least, every=every) for name in dict.fromkeys(criteria)}
+    if not watched:
+        raise ValueError(f"criteria is empty; known criteria: {', '.join(CRITERIA)}")
+    anytime, *_ = watched.values()
+    _checked(anytime.model, split)
+    steps = anytime.checks
+    scores = {name: torch.empty(len(split), len(steps) - 1, dtype=torch.float64) for name in watched}
+    right = torch.empty(len(split), len(steps), dtype=torch.bool)
+
+    def see(images: Tensor, labels: Tensor, rows: Tensor) -> None:
+        run, places = Running(anytime.model.initial_state(images)), rows.cpu()
+        for k, (step, look) in enumerate(anytime.looks(run)):
+            sound = is_sound(look.logits, look.z)
+            right[places, k] = ((run.answers == labels) & sound).cpu()
+            for name in watched if step < steps[-1] else ():
+                score = wide(CRITERIA[name].measure(look)).masked_fill(~sound, math.nan)
+                scores[name][places, k] = score.cpu().double()
+
+    _pass(anytime, split, see, batch_size, precision, progress)
+    return {
+        name: Records(name, tuple(steps), scores[name], right, _about(watched[name], precision)) for name in watched
+    }
+
+
+def at(records: Records, threshold: float | None) -> Row:
+    """What early exit at that threshold would have done on the images of the records.
+
+    Args:
+        records: Of one criterion.
+        threshold: In the range of the criterion, or None: never.
+
+    Returns:
+        A row, as :func:`measure` gives it, without top5, loss, non_finite and seconds (images that are not finite count
+        as wrong), and with
+
+        - lost: the accuracy after all steps minus that with exits
+        - lost_stderr: its standard error; both are of the same images, so it is much smaller than top1_stderr
+    """
+    criterion = CRITERIA[records.criterion]
+    threshold = criterion.check(threshold)
+    met = criterion.is_met(records.scores, threshold)
+    met = torch.cat([met, torch.ones(len(met), 1, dtype=torch.bool)], dim=1)
+    return _row(records, met.int().argmax(1), records.criterion, threshold)  # the first check that is met
+
+
+def uniform(records: Records) -> list[Row]:
+    """What to compare early exit with: rows as of :func:`at` for stopping all images after the same number of steps.
+
+    Their criterion is "uniform", their threshold that number: the checks of the records.
+    """
+    count = len(records.right)
+    return [_row(records, torch.full((count,), k), "uniform", step) for k, step in enumerate(records.steps)]
+
+
+def _row(records: Records, exits: Tensor, criterion: str, threshold: float | None) -> Row:
+    """The row of images that leave at these checks: int64 (N,), k for the horizon."""
+    right = records.right.gather(1, exits[:, None])[:, 0].double()
+    lost = records.right[:, -1].double() - right
+    p, count = right.mean().item(), len(right)
+    return {
+        **records.about,
+        "criterion": criterion,
+        "threshold": threshold,
+        "top1": p,
+        "top1_stderr": (p * (1 - p) / count) ** 0.5,
+        "lost": lost.mean().item(),
+        "lost_stderr": (lost.var(correction=0).item() / count) ** 0.5,
+        "count": count,
+        **_cost(torch.tensor(records.steps)[exits], records.about),
+    }
+
+
+class _Sweep(NamedTuple):
+    """All thresholds that differ in what they do, from the one that is never met to the one that is met first."""
+
+    thresholds: Tensor  # float64 (T,); infinite in the first place
+    lost: Tensor  # float64 (T,): accuracy after all steps minus that with exits
+    steps: Tensor  # float64 (T,): the mean over images; strictly descending
+
+
+def _sweep(records: Records) -> _Sweep:
+    """An image exits at check j when the threshold is at most m_j = max(score_1..score_j) and above m_(j-1).
+
+    So as the threshold falls past m_j, the image moves from check j + 1 to check j. Sorted by m, the sums of all such
+    moves give every threshold at once, in O(N k log(N k)).
+    """
+    criterion = CRITERIA[records.criterion]
+    sign = 1 if criterion.rising else -1
+    surest = (sign * records.scores).masked_fill(records.scores.isnan(), -math.inf).cummax(dim=1).values  # (N, k)
+    possible = (criterion.least <= sign * surest) & (sign * surest <= criterion.most)
+    right, steps = records.right.double(), torch.tensor(records.steps, dtype=torch.float64)
+    moves = torch.stack([right[:, 1:] - right[:, :-1], (steps[:-1] - steps[1:]).expand_as(surest)], dim=-1)  # (N, k, 2)
+
+    values, order = surest[possible].sort(descending=True)
+    sums = moves[possible][order].cumsum(0)
+    last = torch.ones_like(values, dtype=torch.bool)  # of those that are equal
+    last[:-1] = values[1:] != values[:-1]
+
+    never = torch.tensor([[0, records.steps[-1] * len(right)]], dtype=torch.float64)
+    lost, mean_steps = (torch.cat([never, never + sums[last]]) / len(right)).T.contiguous()
+    infinite = torch.tensor([math.inf], dtype=torch.float64)
+    return _Sweep(sign * torch.cat([infinite, values[last]]), lost, mean_steps)
+
+
+def choose(records: Records, loss: float = LOSS) -> Row:
+    """The row of the cheapest threshold among those that lose at most `loss` of the accuracy after all steps.
+
+    Its threshold is None if none but never does. All thresholds are considered, so on N images it is met by some luck:
+    on others the loss is a little larger; lost_stderr says how much is to be expected.
+
+    Args:
+        records: Of one criterion, on images that the model wasn't trained on.
+        loss: A fraction of all images, 0 to 1.
+    """
+    loss = bounded("loss", loss, 0, 1)
+    sweep = _sweep(records)
+    cheapest = int((sweep.lost <= loss).nonzero()[-1])  # the steps are descending
+    return at(records, _threshold(sweep, cheapest))
+
+
+def curve(records: Records, points: int = 64) -> list[Row]:
+    """Accuracy against cost: rows of :func:`at`, from never to the threshold that is met first, about evenly in steps.
+
+    Args:
+        records: Of one criterion.
+        points: The most rows, 2 to 10000.
+    """
+    points = bounded("points", points, 2, 10_000, whole=True)
+    sweep = _sweep(records)
+    wanted = torch.linspace(sweep.steps[0].item(), sweep.steps[-1].item(), points, dtype=torch.float64)
+    places = torch.searchsorted(-sweep.steps, -wanted).clamp(max=len(sweep.steps) - 1).unique()
+    return [at(records, _threshold(sweep, place)) for place in places.tolist()]
+
+
+def _threshold(sweep: _Sweep, place: int) -> float | None:
+    return None if place == 0 else sweep.thresholds[place].item()
+
+
+class Calibration(NamedTuple):
+    """A threshold, and what is known of it."""
+
+    threshold: float | None  # None: never
+    row: Row  # what it does on the images that it was chosen on
+    curve: list[Row]  # what others do there
+
+
+def calibrate(
+    model: nn.Module,
+    split: Split,
+    criterion: str = "confidence",
+    loss: float = LOSS,
+    *,
+    least: int | None = None,
+    every: int = 1,
+    points: int = 64,
+    batch_size: int = 250,
+    precision: str = "fp32",
+    progress: bool = False,
+) -> Calibration:
+    """Choose the threshold that saves most among those that lose at most `loss`, in one pass over the split.
+
+    Args:
+        model: A `RecurrentVisionTransformer`.
+        split: Labelled images that the model wasn't trained on: on those that it was, it is too sure. Of CIFAR-100,
+            take training images that were held out (`cifar.held_out`), never the test images.
+        criterion: A key of `CRITERIA`.
+        loss: Of accuracy, as a fraction of all images: 0.005 is half a point.
+        least: As in :class:`Anytime`, and to be the same there.
+        every: As in :class:`Anytime`, and to be the same there.
+        points: The most rows of the curve.
+        batch_size: Images in a batch.
+        precision: As in :func:`measure`.
+        progress: Show a bar on standard error, if that is a terminal.
+
+    Raises:
+        ValueError: A model or split that doesn't fit, or an argument out of range.
+    """
+    bounded("loss", loss, 0, 1)
+    found = record(
+        model,
+        split,
+        [criterion],
+        least=least,
+        every=every,
+        batch_size=batch_size,
+        precision=precision,
+        progress=progress,
+    )
+    records = found[criterion]
+    chosen = choose(records, loss)
+    return Calibration(chosen["threshold"], chosen, curve(records, points))
+
+
+# ---- with exits -----------------------------------------------------------------------------------------------------
+
+
+def measure(
+    anytime: Anytime,
+    split: Split,
+    *,
+    batch_size: int = 250,
+    precision: str = "fp32",
+    progress: bool = False,
+) -> Row:
+    """Accuracy and cost of early exit on a labelled split, on the model's device, in evaluation mode.
+
+    Args:
+        anytime: What to run.
+        split: Labelled images of the model's size.
+        batch_size: Images in a batch.
+        precision: "fp32" computes in the dtype of the parameters, "bf16" under bfloat16 autocast.
+        progress: Show a bar on standard error, if that is a terminal.
+
+    Returns:
+        A row. top1, top1_stderr, top5, loss, non_finite, count, horizon, trained_horizon, solver, field, step_size,
+        precision and seconds are as in :func:`recurrent_vit.evaluate.evaluate`; besides
+
+        - criterion, threshold (None: never), least, every: when an image exits
+        - mean_steps, mean_NFE: steps and evaluations of the block set for an image, the mean over images
+        - NFE: evaluations for an image that takes all steps
+        - saved: the fraction of evaluations that is saved, 1 - mean_NFE / NFE
+        - exits: how many images took how many steps, {"3": 812, ...}
+
+    Raises:
+        ValueError: A model or split that doesn't fit, or an argument out of range.
+    """
+    _checked(anytime.model, split)
+    totals = torch.zeros(len(COLUMNS), dtype=torch.float64)
+    taken: list[Tensor] = []
+
+    def see(images: Tensor, labels: Tensor, _: Tensor) -> None:
+        logits, steps, sound = anytime.exits(images)
+        logits = logits.masked_fill(~sound[:, None], math.nan)
+        totals.add_(_count(logits[None].cpu(), labels.cpu())[0])
+        taken.append(steps.cpu())
+
+    seconds = _pass(anytime, split, see, batch_size, precision, progress)
+    about = _about(anytime, precision)
+    return {
+        **about,
+        "threshold": anytime.threshold,
+        **_statistics(**dict(zip(COLUMNS, totals.tolist()))),
+        **_cost(torch.cat(taken), about),
+        "seconds": seconds,
+    }
+
+
+def _pass(
+    module: nn.Module,
+    split: Split,
+    see: Callable[[Tensor, Tensor, Tensor], None],
+    batch_size: int,
+    precision: str,
+    progress: bool,
+) -> float:
+    """Show (images, labels, places in the split) of every batch, in evaluation mode; the seconds that it takes."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} is unknown; known precisions: {', '.join(PRECISIONS)}")
+    parameter = _first_parameter(module)
+    parts = batches(split.to(parameter.device), batch_size, shuffle=False)
+    shown = _bar(parts, batches_per_epoch(len(split), batch_size), progress and runs.place()[0] == 0)
+    start = perf_counter()
+    with _inference(module, precision):
+        for images, labels, rows in shown:
+            see(images.to(parameter.dtype), labels, rows)
+    return perf_counter() - start
+
+
+def _about(anytime: Anytime, precision: str) -> Row:
+    model = anytime.model
+    return {
+        "horizon": model.horizon,
+        "trained_horizon": model.steps * model.stages,
+        "solver": model.solver,
+        "field": model.field,
+        "step_size": model.step_size,
+        "precision": precision,
+        "criterion": anytime.criterion,
+        "least": anytime.least,
+        "every": anytime.every,
+        "NFE": model.nfe,
+    }
+
+
+def _cost(steps: Tensor, about: Row) -> Row:
+    """The columns of what images cost that took these steps, int64 (N,)."""
+    mean = steps.double().mean().item()
+    values, counts = steps.unique(return_counts=True)
+    return {
+        "mean_steps": mean,
+        "mean_NFE": mean * about["NFE"] / about["horizon"],
+        "saved": 1 - mean / about["horizon"],
+        "exits": {str(step): images for step, images in zip(values.tolist(), counts.tolist())},
+    }
+
+
+# ---- the picture -----------------------------------------------------------------------------------------------------
+
+
+def plot_curve(rows: Sequence[Row], path: str | os.PathLike, title: str = "", points: Sequence[Row] = ()) -> None:
+    """Draw accuracy against mean evaluations, a line for each criterion. The file appears whole or not.
+
+    Args:
+        rows: From :func:`curve`, and from :func:`uniform` to compare with; of one model, of any criteria.
+        path: A .pdf, .png or .svg file; an existing one is replaced.
+        title: Written above.
+        points: Rows to mark, of :func:`measure` or :func:`choose`.
+
+    Raises:
+        ValueError: There are no rows.
+        OSError: The file could not be written; an existing one is as it was.
+        ValueError, ImportError: As :func:`recurrent_vit.evaluate.check_plot`.
+    """
+    check_plot(path)
+    if not rows:
+        raise ValueError("rows is empty: there is nothing to draw")
+    figure, suffix = _draw_curve(rows, title, points), Path(path).suffix[1:]
+    runs.write_atomically(Path(path), lambda file: figure.savefig(file, format=suffix, dpi=200))
+
+
+def _draw_curve(rows: Sequence[Row], title: str, points: Sequence[Row]) -> Any:
+    """A matplotlib Figure. It is made without pyplot, so no window system and no global state play a part."""
+    figure = runs.import_figure()(figsize=(6, 3.9), layout="constrained")
+    axes = figure.add_subplot()
+    colors: dict[str, Any] = {}
+    for name in dict.fromkeys(row["criterion"] for row in rows):
+        x, y = _places([row for row in rows if row["criterion"] == name])
+        style: dict[str, Any] = {"color": "0.5", "marker": "s", "markersize": 4} if name == "uniform" else {}
+        label = "same for all images" if name == "uniform" else name
+        (line,) = axes.plot(x, y, linewidth=1.5, label=label, **style)
+        colors[name] = line.get_color()
+    for row in points:
+        axes.plot(*_places([row]), "o", color=colors.get(row["criterion"], "0.2"), markersize=7, zorder=3)
+    whole = max(rows, key=lambda row: row["mean_steps"])
+    axes.axhline(100 * whole["top1"], color="0.4", linestyle="--", linewidth=1, zorder=1, label="all steps")
+    axes.set(xlabel="mean evaluations of the block set", ylabel="accuracy, %", title=title)
+    axes.grid(color="0.9")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
+def _places(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
+    return [row["mean_NFE"] for row in rows], [100 * row["top1"] for row in rows]
