@@ -152,6 +152,21 @@ def _parser() -> argparse.ArgumentParser:
     add.set_defaults(command=_export)
 
     add = commands.add_parser(
+        "dynamics",
+        help="what the state does from step to step: a table and pictures",
+        description="Watch the state of a model on CIFAR-100 test images from step to step, far beyond the trained "
+        "number; write dynamics.md with tables and captioned pictures, and the rows as JSON lines.",
+    )
+    add.add_argument("model", metavar="NAME|local-dir:PATH|RUN", help="a pretrained name, a folder of one, or of a run")
+    _add_data(add)
+    add.add_argument("--out", required=True, metavar="DIR", help="folder for what is written")
+    add.add_argument("--horizon", type=int, metavar="H", help="steps to run; default: four times the trained number")
+    add.add_argument("--limit", type=int, default=512, metavar="N", help="the first N images; default: 512")
+    add.add_argument("--batch-size", type=int, default=64, help="default: 64")
+    add.add_argument("--device", default="cpu", help="default: cpu")
+    add.set_defaults(command=_dynamics)
+
+    add = commands.add_parser(
         "stage",
         help="make a repository folder of a run",
         description="Make hub/NAME.TAG (config.json, model.safetensors, README.md) of a finished and evaluated run, "
@@ -464,6 +479,95 @@ def _exits(row: dict[str, Any]) -> str:
             "them is too sure of them, and loses more on others."
         )
     return "\n".join(lines)
+
+
+def _dynamics(args: argparse.Namespace) -> None:
+    from . import cifar, dynamics, equilibrium, figures, runs
+
+    if args.limit < 1:
+        raise ValueError(f"limit={args.limit} must be at least 1")
+    runs.import_figure()
+    _use_device(args)
+    model = _load(args.model).to(args.device)
+    horizon = dynamics.resolve_horizon(model, args.horizon)
+    split, folder = cifar.load(args.data, "test")[: args.limit], Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+
+    seen = dynamics.measure(model, split, horizon=horizon, batch_size=args.batch_size, progress=True)
+    jacobians = dynamics.jacobians(model, split, horizon=horizon, progress=True)
+    solved = list(equilibrium.controls(model, split, methods=_available_methods(), progress=True))
+    steps, solvers = dynamics.rows(seen, jacobians), [row for row, _ in solved]
+    shown = [_shown_step(row) for row in steps if row["step"] in _landmarks(seen)]
+    compared = list(map(_shown_control, solvers))
+    title = f"{args.model}: {len(split)} test images, {horizon} steps (made for {seen.trained_horizon}), {model.solver}"
+    controls = {row["method"]: solution for row, solution in solved}
+    tables = {"The state": _markdown_table(shown), "Controls": _markdown_table(compared) if compared else "not run"}
+
+    _write_json(str(folder / "steps.jsonl"), [{"model": args.model, **row} for row in steps])
+    _write_json(str(folder / "controls.jsonl"), [{"model": args.model, **row} for row in solvers])
+    written = figures.write(folder, figures.Findings(title, seen, jacobians, controls), tables)
+    print(_table(shown))
+    print()
+    print(_table(compared))
+    print(f"{written[0]} has this and {len(written) - 1} pictures", file=sys.stderr)
+
+
+def _available_methods() -> list[str]:
+    """The controls that can be run here; a line on standard error says if one can't."""
+    from importlib.util import find_spec
+
+    from .equilibrium import METHODS
+
+    if find_spec("torchdiffeq") is not None:
+        return list(METHODS)
+    print('recurrent-vit: dopri5 is not run; it needs pip install "recurrent-vit[ode]"', file=sys.stderr)
+    return [name for name in METHODS if name != "dopri5"]
+
+
+def _landmarks(seen: Any) -> set[int]:
+    """The steps that a table shows: 0, the powers of two, multiples of the trained number, the last."""
+    powers = {2**k for k in range(seen.horizon.bit_length())}
+    return powers | {0, seen.horizon, *(k * seen.trained_horizon for k in (1, 2, 4))}
+
+
+def _shown_step(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `dynamics.rows` as a person reads it."""
+    return {
+        "steps": row["step"],
+        "NFE": row["NFE"],
+        "top-1 %": f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}",
+        "entropy": _digits(row["entropy"]),
+        "size": _digits(row["norm"]),
+        "step": _digits(row["relative_step"]),
+        "residual": _digits(row["residual"]),
+        "cosine": _digits(row["cosine"]),
+        "dim tokens": _digits(row["participation_tokens"]),
+        "dim class": _digits(row["participation_class"]),
+        "CKA before": _digits(row["cka_previous"]),
+        "CKA trained": _digits(row["cka_trained"]),
+        "growth": _digits(row["growth"]),
+        "sigma_max": _digits(row["sigma_max"]),
+        "radius": _digits(row["spectral_radius"]),
+        "not finite": row["non_finite"],
+        "images": row["count"],
+    }
+
+
+def _shown_control(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of `equilibrium.controls` as a person reads it."""
+    return {
+        "method": row["method"],
+        "NFE": row["NFE"],
+        "arrived %": f"{100 * row['converged']:.1f}",
+        "residual": _digits(row["residual"]),
+        "top-1 %": f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}",
+        "not finite": row["non_finite"],
+        "images": row["count"],
+    }
+
+
+def _digits(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
 
 
 def _labelled(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -37,7 +37,10 @@ from .cifar import Batch, Split, batches, batches_per_epoch
 from .limits import bounded_int
 from .model import RecurrentVisionTransformer
 
-__all__ = ["PRECISIONS", "check_plot", "evaluate", "parse_horizons", "plot_sweep", "rebuild"]
+__all__ = [
+    "PRECISIONS", "check_plot", "checked", "evaluate", "evaluation_mode", "overflows", "parse_horizons", "plot_sweep",
+    "rebuild",
+]  # fmt: skip
 
 PRECISIONS = ("fp32", "bf16")
 PLOT_SUFFIXES = (".pdf", ".png", ".svg")
@@ -86,7 +89,7 @@ def evaluate(
     Raises:
         ValueError: At the call, for a model or split that doesn't fit, or an argument out of range.
     """
-    model, device = _checked(model, split), _first_parameter(model).device
+    model, device = checked(model, split), _first_parameter(model).device
     steps = _ascending([model.horizon] if horizons is None else horizons)
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r} is unknown; known precisions: {', '.join(PRECISIONS)}")
@@ -130,11 +133,11 @@ def _logits(model: RecurrentVisionTransformer, images: Tensor, horizons: list[in
     for step in range(1, horizons[-1] + 1):
         z = model.step(z)
         if step in horizons:
-            logits.append(model.forward_head(model.norm(z)).masked_fill(_overflows(z)[:, None], math.nan))
+            logits.append(model.forward_head(model.norm(z)).masked_fill(overflows(z)[:, None], math.nan))
     return torch.stack(logits)
 
 
-def _overflows(z: Tensor) -> Tensor:
+def overflows(z: Tensor) -> Tensor:
     """bool (B,): whether the square of a token is beyond the range of its dtype.
 
     What LayerNorm makes of that depends on its kernel: NaN, or its bias, finite and alike for every image.
@@ -178,23 +181,29 @@ def _costs(model: RecurrentVisionTransformer, horizon: int) -> Row:
 
 @contextmanager
 def _inference(model: nn.Module, precision: str) -> Iterator[None]:
-    """Evaluation mode, no gradients, the precision; every module's own mode is put back at the end."""
-    modes = {module: module.training for module in model.modules()}
+    """Evaluation mode, no gradients, the precision."""
     # No cache: inside an autocast of the caller's, older torch would give weights that were cast here, without a
     # gradient, to a training step there (fixed by https://github.com/pytorch/pytorch/pull/165068)
     autocast = torch.autocast(
         _first_parameter(model).device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
     )
+    with evaluation_mode(model), torch.inference_mode(), autocast:
+        yield
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode while entered; every module's own mode is put back at the end."""
+    modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        with torch.inference_mode(), autocast:
-            yield
+        yield
     finally:
         for module, mode in modes.items():
             module.training = mode
 
 
-def _checked(model: nn.Module, split: Split) -> RecurrentVisionTransformer:
+def checked(model: nn.Module, split: Split) -> RecurrentVisionTransformer:
     """The model, if it can be run to any horizon on these images."""
     if not isinstance(model, RecurrentVisionTransformer):
         raise ValueError(
