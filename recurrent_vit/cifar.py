@@ -36,7 +36,7 @@ from torchvision.transforms.v2 import functional as TF
 __all__ = [
     "COARSE_NAMES", "COARSE_OF_FINE", "FINE_NAMES", "MEAN", "STD",
     "Augmentation", "Batch", "Draws", "Split",
-    "alternating_flip", "batches", "batches_per_epoch", "downsample", "held_out", "load",
+    "alternating_flip", "batches", "batches_per_epoch", "downsample", "epoch_order", "held_out", "load",
     "mirror", "normalize", "shift",
 ]  # fmt: skip
 
@@ -488,9 +488,7 @@ def batches(
     if not stop:
         raise ValueError(f"an epoch of {len(split)} images has no batch of {batch_size} (drop_last={drop_last})")
     _check_argument("start", start, 0 <= start <= stop, f"0..{stop}, the batches of an epoch")
-    order = torch.arange(len(split))
-    if shuffle:
-        order = torch.randperm(len(split), generator=_generator("order", seed, epoch))
+    order = epoch_order(len(split), epoch=epoch, seed=seed) if shuffle else torch.arange(len(split))
 
     def generate() -> Iterator[Batch]:
         for k in range(start, stop):
@@ -506,6 +504,16 @@ def batches(
             yield Batch(images, labels, rows)
 
     return generate()
+
+
+def epoch_order(count: int, *, epoch: int, seed: int) -> Tensor:
+    """The order of an epoch: a permutation, int64 (count,), of its own for every epoch and seed.
+
+    Example:
+        >>> sorted(epoch_order(4, epoch=0, seed=0).tolist())
+        [0, 1, 2, 3]
+    """
+    return torch.randperm(count, generator=_generator("order", seed, epoch))
 
 
 # Chance -------------------------------------------------------------------------------------------------------------
