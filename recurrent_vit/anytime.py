@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .evaluate import _first_parameter, _overflows
+from .evaluate import _first_parameter, overflows
 from .limits import LIMITS
 from .model import RecurrentVisionTransformer
 
@@ -358,7 +358,7 @@ class Running:
 
 def is_sound(logits: Tensor, z: Tensor) -> Tensor:
     """bool (B,): whether an answer means anything: the logits are finite, and come from a state that norms can take."""
-    return logits.isfinite().all(-1) & ~_overflows(z)
+    return logits.isfinite().all(-1) & ~overflows(z)
 
 
 def _with_logits(model: nn.Module) -> RecurrentVisionTransformer:

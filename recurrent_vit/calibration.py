@@ -36,12 +36,12 @@ from .evaluate import (
     PRECISIONS,
     Row,
     _bar,
-    _checked,
     _count,
     _first_parameter,
     _inference,
     _statistics,
     check_plot,
+    checked,
 )
 
 __all__ = [
@@ -101,7 +101,7 @@ def record(
     if not watched:
         raise ValueError(f"criteria is empty; known criteria: {', '.join(CRITERIA)}")
     anytime, *_ = watched.values()
-    _checked(anytime.model, split)
+    checked(anytime.model, split)
     steps = anytime.checks
     scores = {name: torch.empty(len(split), len(steps) - 1, dtype=torch.float64) for name in watched}
     right = torch.empty(len(split), len(steps), dtype=torch.bool)
@@ -323,7 +323,7 @@ def measure(
     Raises:
         ValueError: A model or split that doesn't fit, or an argument out of range.
     """
-    _checked(anytime.model, split)
+    checked(anytime.model, split)
     totals = torch.zeros(len(COLUMNS), dtype=torch.float64)
     taken: list[Tensor] = []
 
