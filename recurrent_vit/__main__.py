@@ -143,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         help="write a model as an ONNX file",
         description="Write a model as one ONNX file, with inputs image and steps. An existing file is replaced.",
     )
-    add.add_argument("model", metavar="NAME|local-dir:PATH|RUN", help="a pretrained name, a folder of one, or of a run")
+    add.add_argument("model", metavar=MODEL, help="a pretrained name, a folder of one, or of a run")
     add.add_argument("file", metavar="FILE.onnx", help="the file to write")
     add.add_argument("--int8", action="store_true", help="quantise the products with weights")
     add.add_argument(
@@ -157,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Watch the state of a model on CIFAR-100 test images from step to step, far beyond the trained "
         "number; write dynamics.md with tables and captioned pictures, and the rows as JSON lines.",
     )
-    add.add_argument("model", metavar="NAME|local-dir:PATH|RUN", help="a pretrained name, a folder of one, or of a run")
+    add.add_argument("model", metavar=MODEL, help="a pretrained name, a folder of one, or of a run")
     _add_data(add)
     add.add_argument("--out", required=True, metavar="DIR", help="folder for what is written")
     add.add_argument("--horizon", type=int, metavar="H", help="steps to run; default: four times the trained number")

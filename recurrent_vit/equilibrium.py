@@ -26,9 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from .cifar import Split, normalize
-from .dynamics import accuracy, norm
+from .dynamics import accuracy
 from .evaluate import checked, evaluation_mode
 from .limits import MAX_STEP_SIZE, bounded_float
+from .measures import norm
 from .model import RecurrentVisionTransformer
 
 __all__ = ["METHODS", "Solution", "adaptive", "anderson", "controls", "fixed_point"]

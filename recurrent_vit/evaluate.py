@@ -153,9 +153,10 @@ def _count(logits: Tensor, labels: Tensor) -> Tensor:
     logits = logits.double()  # the loss of finite logits is finite, and sums don't depend on the batches
     finite = logits.isfinite().all(-1)
     best = logits.topk(min(5, logits.shape[-1])).indices
-    hits = (best == labels[:, None]) & finite[..., None]
+    top1 = (logits.argmax(-1) == labels) & finite  # of equal logits, as bfloat16 has, the first; topk takes any
+    top5 = (best == labels[:, None]).any(-1) & finite
     losses = F.cross_entropy(logits.flatten(0, 1), labels.repeat(len(logits)), reduction="none").view_as(finite)
-    columns = (torch.ones_like(finite), finite, hits[..., 0], hits.any(-1), losses.where(finite, 0))
+    columns = (torch.ones_like(finite), finite, top1, top5, losses.where(finite, 0))
     return torch.stack([column.double().sum(-1) for column in columns], dim=-1)
 
 

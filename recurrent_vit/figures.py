@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from . import runs
-from .dynamics import Dynamics, Jacobians, pca
+from .dynamics import Dynamics, Jacobians
 from .equilibrium import Solution
+from .measures import pca
 
 __all__ = ["PICTURES", "Findings", "Picture", "draw", "write"]
 
@@ -202,9 +203,7 @@ def _controls(figure: Any, findings: Findings) -> None:
         _log_scale(axes, torch.cat([solution.residuals for solution in findings.controls.values()]))
     axes.axhline(1, color="0.3", linewidth=1, label="as at the start")
     axes.set(xlabel="evaluations of the block set", ylabel="|f(z)| / |f(z(0))|")
-    axes.grid(color="0.93")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize="small")
+    _tidy(axes)
 
 
 BAND = "Lines are medians over the images, bands reach from the 10th to the 90th percentile. "
@@ -278,6 +277,10 @@ def _log_scale(axes: Any, values: Tensor) -> None:
 def _finish(axes: Any, seen: Dynamics) -> None:
     axes.axvline(seen.trained_horizon, color="0.4", linestyle="--", linewidth=1.2, zorder=1)
     axes.set(xlabel="step", xlim=(0, seen.horizon))
+    _tidy(axes)
+
+
+def _tidy(axes: Any) -> None:
     axes.grid(color="0.93")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize="small")

@@ -11,27 +11,24 @@ from timm.models import save_for_hf
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from recurrent_vit import cifar, dynamics, figures
+from recurrent_vit import cifar, dynamics, figures, measures
 from recurrent_vit.__main__ import main
 from recurrent_vit.cifar import Split, normalize
-from recurrent_vit.dynamics import (
+from recurrent_vit.dynamics import jacobians, measure, resolve_horizon, rows
+from recurrent_vit.equilibrium import controls
+from recurrent_vit.measures import (
     Covariance,
     cka,
     cosine,
     entropy,
     hsic,
-    jacobians,
-    measure,
     orbit_growth,
     participation_ratio,
     pca,
     relative_norm,
-    resolve_horizon,
-    rows,
     sigma_max,
     spectral_radius,
 )
-from recurrent_vit.equilibrium import controls
 
 SMALL = {"embed_dim": 16, "num_heads": 2, "num_classes": 10}
 TINY = {"embed_dim": 8, "num_heads": 2, "num_classes": 5, "patch_size": 16}  # a state of 4 x 8 numbers
@@ -60,7 +57,7 @@ def test_norms_and_cosines_of_known_vectors():
 def test_a_norm_beyond_the_range_of_the_dtype_is_finite():
     z = torch.full((1, 4), 1e30)
     assert z.square().sum().isinf()
-    assert dynamics.norm(z).item() == pytest.approx(2e30)
+    assert measures.norm(z).item() == pytest.approx(2e30)
 
 
 def test_entropy_of_certain_uniform_and_two_sided_predictions():
@@ -254,7 +251,7 @@ def test_estimates_agree_with_dense_jacobians_of_a_model(tiny):
 def test_growth_along_the_orbit_is_the_product_of_dense_jacobians(tiny):
     with torch.no_grad():
         z = tiny.initial_state(double(2, 3, 32, 32))
-    v = dynamics._direction(z, seed=5).flatten(1)
+    v = measures._direction(z, seed=5).flatten(1)
     total = torch.ones(2, dtype=torch.float64)
     for after, factor in orbit_growth(tiny.step, z, steps=3, seed=5):
         v = (dense(tiny.step, z) @ v[..., None])[..., 0]
@@ -512,7 +509,7 @@ def test_the_command_writes_a_page_and_rows(small, split, tmp_path, monkeypatch,
     command = ["dynamics", f"local-dir:{tmp_path / 'model'}", "--out", str(out), "--limit", "9"]
     assert main([*command, "--batch-size", "5"]) == 0
     shown = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in shown][:6] == ["steps", "0", "1", "2", "4", "8"]
+    assert [line.split()[0] for line in shown[:6]] == ["steps", "0", "1", "2", "4", "8"]
     assert [line.split("  ")[0] for line in shown[-3:]] == ["fixed point", "anderson", "dopri5"]
     names = {"dynamics.md", "steps.jsonl", "controls.jsonl", *(picture.file for picture in figures.PICTURES)}
     assert {path.name for path in out.iterdir()} == names

@@ -286,7 +286,8 @@ def split():
 @pytest.mark.usefixtures("_torchdiffeq")
 def test_controls_give_a_row_for_each_method(small, split):
     model = small("bvit", **SMALL, steps=3).train()
-    found = list(controls(model, split, count=7, max_evaluations=50, tolerance=1e-2, progress=True))
+    few = 14  # Anderson acceleration may run away from a field that has no zero, and overflow
+    found = list(controls(model, split, count=7, max_evaluations=few, tolerance=1e-2, progress=True))
     assert [row["method"] for row, _ in found] == list(METHODS)
     for row, solution in found:
         logits = model.eval().forward_head(model.norm(solution.state))
@@ -294,7 +295,7 @@ def test_controls_give_a_row_for_each_method(small, split):
         assert row["converged"] == pytest.approx(solution.converged.double().mean().item())
         assert (row["NFE"], row["count"], row["non_finite"]) == (solution.nfe, 7, 0)
         assert row["residual"] == pytest.approx(solution.residuals[-1].median().item())
-        assert row["NFE"] <= 50
+        assert row["NFE"] <= few
     assert json.loads(json.dumps([row for row, _ in found], allow_nan=False)) == [row for row, _ in found]
 
 
@@ -317,7 +318,8 @@ def test_controls_that_overflow_are_counted(small, split):
 def test_the_mode_of_the_model_is_put_back(small, split):
     model = small("bvit", **SMALL, proj_drop_rate=0.5).train()
     model.patch_embed.eval()
-    first, again = (next(controls(model, split, methods=["anderson"]))[1] for _ in range(2))
+    first, again = (next(controls(model, split, methods=["anderson"], max_evaluations=8))[1] for _ in range(2))
+    assert first.state.isfinite().all()
     assert torch.equal(first.state, again.state), "dropout was on"
     assert model.training
     assert not model.patch_embed.training
