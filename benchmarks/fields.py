@@ -53,7 +53,7 @@ def plan(seeds: Sequence[int] = SEEDS) -> list[Run]:
 def measure(run: Run, split: cifar.Split, folder: Path, pflop: float = PFLOP, **model_kwargs: Any) -> Row:
     """Train on all but the held-out images, or go on with it, and measure on those."""
     rest, kept = cifar.held_out(split.labels, min(HELD_OUT, len(split) // 10))
-    if (folder / "model.safetensors").is_file():
+    if (folder / "run.json").is_file():  # written last
         model = runs.load_result(folder)
     else:
         model = train.fit(

@@ -99,6 +99,7 @@ class Captured:
         self.ema = ModelEmaV3(self.model, decay=recipe.ema_decay, use_warmup=recipe.ema_warmup)
         self.optimizer = train.make_optimizer(self.model, recipe)
         self.augmentation = recipe.augmentation(self.leg.phase)
+        self.mean, self.std = (torch.tensor(row, device=self.device).view(3, 1, 1) for row in (cifar.MEAN, cifar.STD))
         size = self.leg.phase.batch_size
         self.epoch = Epoch(
             torch.zeros(self.leg.per_epoch, size, dtype=torch.int64, device=self.device),
@@ -127,7 +128,7 @@ class Captured:
         factor = self.factors.index_select(0, self.done)[0]
         for group in self.optimizer.param_groups:
             group["lr"].copy_(factor * group["initial_lr"])
-        images = self.augmentation(self.split.images[rows], cifar.Draws(offsets, mirrored, rows))
+        images = self._augmented(self.split.images[rows], offsets, mirrored)
         self.optimizer.zero_grad(set_to_none=True)
         loss, _ = backward_stages(
             self.model,
@@ -140,6 +141,12 @@ class Captured:
         self.ema.update(self.model, step=number)
         self.loss += loss
         self.done += 1
+
+    def _augmented(self, images: Tensor, offsets: Tensor, mirrored: Tensor) -> Tensor:
+        """As `cifar.Augmentation`, whose mean and std come from the CPU, which a capture doesn't allow."""
+        images = cifar.mirror(cifar.shift(images, offsets), mirrored)
+        images = images.float().mul_(1 / 255).sub_(self.mean).div_(self.std)
+        return cifar.downsample(images, self.leg.phase.size)
 
     def capture(self) -> "torch.cuda.CUDAGraph | None":
         """Make the graph of one update; without a GPU, None. The state is afterwards what it was at the start."""

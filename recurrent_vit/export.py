@@ -7,7 +7,7 @@
 
 What is notable:
 
-- The step is written once, as the body of a Loop node whose trip count is an input: the file is as large as the
+- The step is written once, as the body of a Loop node that counts the input `steps` down: the file is as large as the
   weights, whatever the number of steps. A solver's arithmetic is in the body.
 - A graph can't raise: with `steps` of 0 or below it takes no step, and gives the logits of the initial state. There is
   no upper bound. Whoever takes the number from a stranger has to bound it.

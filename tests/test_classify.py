@@ -80,7 +80,7 @@ KINDS = {  # name: suffix, the picture, how it is saved, the RGB values expected
     "CMYK": ("tif", PICTURE.convert("CMYK"), {}, RGB),
     "16 bits": ("png", numbers(GREY.astype(np.uint16) * 257), {}, GREY_RGB),
     "16 bits, big-endian": (
-        "tif", Image.frombytes("I;16B", (48, 40), (GREY.astype(">u2") * 257).tobytes()), {}, GREY_RGB
+        "tif", Image.frombytes("I;16B", (48, 40), (GREY.astype(np.uint16) * 257).astype(">u2").tobytes()), {}, GREY_RGB
     ),
     "32 bits that hold 16": ("tif", numbers(GREY.astype(np.int32) * 257), {}, GREY_RGB),
     "32 bits": ("tif", numbers(1000 * (GREY.astype(np.int32) - 100)), {}, GREY_RGB * (255 / 235)),
