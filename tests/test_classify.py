@@ -4,6 +4,7 @@ import io
 import re
 import socket
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -462,3 +463,16 @@ def test_the_first_command_needs_nothing(capsys):
     shown = capsys.readouterr()
     assert heads(shown.out) == [path.name for path in classify.samples()]
     assert shown.err == ""
+
+
+@pytest.mark.skipif(not recurrent_vit.checkpoints("bvit"), reason="this checkout has no weights of bvit")
+def test_the_readme_shows_what_the_first_command_prints(capsys):
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"<!-- recurrent-vit classify -->\n```\n(.*?)```", readme, flags=re.DOTALL)
+    assert main(["classify"]) == 0
+    shown = capsys.readouterr().out
+    assert heads(block) == heads(shown)
+    for told, found in zip(block.splitlines(), shown.splitlines(), strict=True):
+        assert told.split()[0] == found.split()[0]
+        if "%" in told:  # the last digit may differ between machines
+            assert float(told.split()[1]) == pytest.approx(float(found.split()[1]), abs=0.11)
