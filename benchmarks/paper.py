@@ -229,12 +229,16 @@ def run(
             "test_top1": accuracy["top1"],
         }
         runs.append_history(folder, row)
-        content = safetensors.torch.save(weights(captured), metadata={"format": "pt"})
-        runs.write_atomically(folder / "model.safetensors", lambda file, content=content: file.write(content))
+        _save(captured, folder / "model.safetensors")
         yield row
         if updates < leg.updates and now + longest > seconds:
             print(f"stopped after update {updates} of {leg.updates}: {seconds:g} seconds are over", file=sys.stderr)
             return
+
+
+def _save(captured: Captured, path: Path) -> None:
+    content = safetensors.torch.save(weights(captured), metadata={"format": "pt"})
+    runs.write_atomically(path, lambda file: file.write(content))
 
 
 def weights(captured: Captured) -> dict[str, Tensor]:

@@ -434,7 +434,7 @@ def _evaluate_anytime(
     from .anytime import Anytime
 
     options: dict[str, Any] = {"batch_size": args.batch_size, "precision": args.precision, "progress": True}
-    origin = {"calibrated_on": None, "allowed_loss": None}
+    origin: dict[str, Any] = {"calibrated_on": None, "allowed_loss": None}
     if threshold is None:
         train = cifar.load(args.data, "train")
         held = train[cifar.held_out(train.labels, calibration.HELD_OUT)[1]]

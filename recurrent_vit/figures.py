@@ -159,7 +159,7 @@ def _trajectories(figure: Any, findings: Findings) -> None:
     parts = (("up to the trained step", 0, trained), ("beyond it", trained, seen.horizon))
     for axes, (title, first, last) in zip(panels, parts):
         for path in paths if first < last else ():
-            segments = torch.stack([path[first:last], path[first + 1 : last + 1]], 1).numpy()
+            segments = torch.stack([path[first:last], path[first + 1 : last + 1]], 1).tolist()
             axes.add_collection(
                 LineCollection(segments, array=range(first, last), norm=norm, cmap="viridis", linewidth=1)
             )

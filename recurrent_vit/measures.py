@@ -260,7 +260,7 @@ def sigma_max(function: Map, z: Tensor, iterations: int = 30, seed: int = 0) -> 
     v, u, beta = _direction(z, seed), torch.zeros_like(z), torch.zeros(len(z), dtype=z.dtype, device=z.device)
     alphas, betas = [], []
     with _differentiable():
-        _, pull_back = torch.func.vjp(function, z)
+        pull_back = torch.func.vjp(function, z)[1]
         for _ in range(iterations):
             stretched = torch.func.jvp(function, (z,), (v,))[1] - _per_image(beta, u)
             alpha, u = norm(stretched), _unit(stretched)
@@ -330,7 +330,7 @@ def orbit_growth(function: Map, z: Tensor, steps: int, seed: int = 0) -> Iterato
     v = _direction(z, seed)
     for _ in range(steps):
         with _differentiable():
-            z, v = torch.func.jvp(function, (z,), (v,))
+            z, v = torch.func.jvp(function, (z,), (v,))[:2]
         yield z, norm(v)
         v = _unit(v)
 
