@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .anytime import Anytime
     from .model import RecurrentVisionTransformer
+    from .optimized import optimize
     from .solvers import TABLEAUS, Tableau
     from .weights import Checkpoint, checkpoints
     from .zoo import VARIANTS, Variant
@@ -24,7 +25,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "TABLEAUS", "VARIANTS", "Anytime", "Checkpoint", "RecurrentVisionTransformer", "Tableau", "Variant",
-    "__version__", "checkpoints",
+    "__version__", "checkpoints", "optimize",
 ]  # fmt: skip
 
 _HOME = {
@@ -36,6 +37,7 @@ _HOME = {
     "VARIANTS": "zoo",
     "Variant": "zoo",
     "checkpoints": "weights",
+    "optimize": "optimized",
 }
 
 

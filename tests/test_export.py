@@ -199,16 +199,16 @@ def test_a_fixed_horizon_is_written_without_a_loop(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("case", "horizon", "products"),  # five in a block for each evaluation in the graph, and the head
+    ("case", "horizon", "products"),  # four in a block (not the gate's last) for each evaluation in it, and the head
     [
-        ("plain", None, 5 + 1),
-        ("depth3", None, 3 * 5 + 1),
-        ("heun2-black_box", None, 2 * 5 + 1),
-        ("rk4-state_subtracted", None, 4 * 5 + 1),
-        ("plain", 3, 3 * 5 + 1),
+        ("plain", None, 4 + 1),
+        ("depth3", None, 3 * 4 + 1),
+        ("heun2-black_box", None, 2 * 4 + 1),
+        ("rk4-state_subtracted", None, 4 * 4 + 1),
+        ("plain", 3, 3 * 4 + 1),
     ],
 )
-def test_every_product_with_a_weight_is_quantised(tmp_path, case, horizon, products):
+def test_the_products_with_weights_are_quantised(tmp_path, case, horizon, products):
     model, path = tiny(**CASES[case]), tmp_path / "model.onnx"
     facts = export_onnx(model, path, fixed_horizon=horizon, int8=True)
     assert op_types(path).count("MatMulInteger") == products
@@ -219,7 +219,7 @@ def test_every_product_with_a_weight_is_quantised(tmp_path, case, horizon, produ
     for steps in (3,) if horizon else (1, 12):
         found = run(session, images, None if horizon else steps)
         expected = torch_logits(model, images, steps)
-        assert (found - expected).norm() < 0.2 * expected.norm(), f"{case}, {steps} steps"
+        assert (found - expected).norm() < 0.1 * expected.norm(), f"{case}, {steps} steps"
 
 
 def test_a_product_that_is_left_out_is_an_error(tmp_path, monkeypatch, plain_file):
@@ -230,7 +230,7 @@ def test_a_product_that_is_left_out_is_an_error(tmp_path, monkeypatch, plain_fil
     monkeypatch.setattr(
         quantization, "quantize_dynamic", lambda *args, extra_options, **kwargs: quantize(*args, **kwargs)
     )
-    with pytest.raises(RuntimeError, match="1 of 6 products were quantised"):
+    with pytest.raises(RuntimeError, match="1 of 5 products were quantised"):
         export_onnx(tiny(), tmp_path / "model.onnx", int8=True)
     assert not list(tmp_path.iterdir())
 
@@ -450,7 +450,7 @@ def test_a_mistake_is_one_line(arguments, message, capsys, tmp_path, monkeypatch
 
 def test_a_copy_for_export_is_independent_of_its_model():
     model = tiny()
-    twin = export._copy_for_export(model)
+    twin = export.copy_for_inference(model)
     expected = copy.deepcopy(model.state_dict())
     with torch.no_grad():
         for parameter in twin.parameters():
