@@ -153,7 +153,6 @@ def page(measured: Iterable[Row]) -> str:
     """Both tables in Markdown, with what must be known of them."""
     shown = list(entries(measured))
     origins = dict.fromkeys(source(row) for entry in shown for row in entry.speed.values())
-    anchors = [(a.model, a.parameters, a.recipe, a.top1, a.source) for a in ANCHORS]
     return "\n".join(
         [
             *_table(list(COLUMNS), ([show(entry) for show in COLUMNS.values()] for entry in shown)),
@@ -163,7 +162,7 @@ def page(measured: Iterable[Row]) -> str:
             "",
             ANCHORS_CAPTION,
             "",
-            *_table(["model", "parameters, M", "recipe", "top-1 %", "source"], anchors),
+            *_table(["model", "parameters, M", "recipe", "top-1 %", "source"], ANCHORS),
             "",
         ]
     )
