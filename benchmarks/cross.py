@@ -16,7 +16,7 @@ What is notable:
 - The weights stay, and so does the time that is integrated over, trained steps times trained step size: half the step
   size takes twice the steps. All methods run along R(z) = F(z) - z; the plain recurrence is Euler with step size 1.
 - Each setting is compared with the checkpoint as trained on the same images. The accuracy that it loses has the
-  standard error of a paired difference, much smaller than that of either accuracy.
+  standard error of a paired difference, which is small where both answer alike.
 - By default checkpoints of several blocks are left out, and so are weights that stand under another name already.
 - A time of 12 takes 600 evaluations of the block an image. By the rates in README.md that is about 20 minutes on 2
   cores for 2,000 images and an hour and a half for all 10,000: hence the default of --limit. Rows have the number of
