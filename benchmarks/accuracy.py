@@ -33,7 +33,9 @@ from . import figures, rows
 from .measure import report
 from .rows import Row
 
-__all__ = ["BENCHMARK", "HORIZONS", "Subject", "command", "load", "main", "measure", "resolve"]
+__all__ = [
+    "BENCHMARK", "HORIZONS", "Subject", "check_places", "command", "load", "main", "measure", "resolve", "resolve_all",
+]  # fmt: skip
 
 BENCHMARK = "accuracy"
 HORIZONS = (1, 2, 4, 8, 12, 24, 48, 96)
@@ -73,6 +75,19 @@ def resolve(text: str) -> Subject:
     except ValueError as error:
         raise ValueError(f"NAME {error}; or give the folder of a run, local-dir:PATH or hf-hub:ORG/NAME") from error
     return Subject(row.id, row.id, row.sha256)
+
+
+def resolve_all(names: Sequence[str]) -> list[Subject]:
+    """What is meant by each.
+
+    Raises:
+        ValueError: One is none of what `resolve` knows, or two have the same name.
+    """
+    subjects = [resolve(name) for name in names]
+    called = [subject.name for subject in subjects]
+    if twice := {name for name in called if called.count(name) > 1}:
+        raise ValueError(f"NAME: {', '.join(sorted(twice))} is there twice; rows could not be told apart")
+    return subjects
 
 
 def load(subject: Subject) -> RecurrentVisionTransformer:
@@ -179,10 +194,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[list[Subject], list[Recurre
     names = arguments.names or [row.id for row in weights.checkpoints()]
     if not names:
         raise ValueError("NAME is missing, and the package has no checkpoints; give the folder of a run")
-    subjects = [resolve(name) for name in names]
-    called = [subject.name for subject in subjects]
-    if twice := {name for name in called if called.count(name) > 1}:
-        raise ValueError(f"NAME: {', '.join(sorted(twice))} is there twice; rows could not be told apart")
+    subjects = resolve_all(names)
     return subjects, [load(subject) for subject in subjects], cifar.load(arguments.data, "test")[: arguments.limit]
 
 
@@ -193,6 +205,15 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--limit {arguments.limit}: such rows are not recorded; leave --out away")
     if arguments.batch_size < 1:
         raise ValueError(f"--batch-size {arguments.batch_size}: give at least 1")
+    check_places(arguments)
+
+
+def check_places(arguments: argparse.Namespace) -> None:
+    """Whether --device, --out and --plot will do: to be asked before the minutes that the rows take.
+
+    Raises:
+        ValueError, OSError, ImportError: One will not; says which.
+    """
     if arguments.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {arguments.device}: torch finds no CUDA device")
     if arguments.out and not arguments.out.parent.is_dir():

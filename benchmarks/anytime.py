@@ -29,10 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from recurrent_vit import RecurrentVisionTransformer, calibration, cifar, evaluate
+from recurrent_vit import RecurrentVisionTransformer, calibration, cifar
 from recurrent_vit.anytime import Anytime
 
 from . import accuracy, rows
@@ -174,12 +173,7 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{option} {value}: give at least 1")
     if arguments.limit and arguments.out:
         raise ValueError(f"--limit {arguments.limit}: such rows are not recorded; leave --out away")
-    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {arguments.device}: torch finds no CUDA device")
-    if arguments.out and not arguments.out.parent.is_dir():
-        raise FileNotFoundError(f"--out {str(arguments.out)!r}: there is no folder {str(arguments.out.parent)!r}")
-    if arguments.plot:
-        evaluate.check_plot(arguments.plot)
+    accuracy.check_places(arguments)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,7 +18,7 @@ from recurrent_vit.evaluate import check_plot
 from . import rows
 from .rows import Row
 
-__all__ = ["curves", "draw", "plot"]
+__all__ = ["RING", "curves", "draw", "labels", "plot"]
 
 Curves = Mapping[str, Sequence[Row]]
 
@@ -45,11 +45,20 @@ def curves(measured: Iterable[Row]) -> dict[str, list[Row]]:
     for row in measured:
         if row.get("benchmark") == "accuracy":
             found.setdefault((row["subject"], row["precision"], row["device"]), {})[row["horizon"]] = row
-    differ = [len({key[i] for key in found}) > 1 for i in (1, 2)]
-    return {
-        ", ".join([key[0], *compress(key[1:], differ)]): [by_steps[n] for n in sorted(by_steps)]
-        for key, by_steps in found.items()
-    }
+    names = labels(found)
+    return {names[key]: [by_steps[n] for n in sorted(by_steps)] for key, by_steps in found.items()}
+
+
+def labels(keys: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
+    """What to call each of them: by its first part, and by those of the others in which they differ.
+
+    Example:
+        >>> list(labels([("a", "fp32", "cpu"), ("b", "bf16", "cpu")]).values())
+        ['a, fp32', 'b, bf16']
+    """
+    keys = list(keys)
+    differ = [len(set(part)) > 1 for part in list(zip(*keys))[1:]]
+    return {key: ", ".join([key[0], *compress(key[1:], differ)]) for key in keys}
 
 
 def draw(found: Curves) -> Any:

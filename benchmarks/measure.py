@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-import recurrent_vit  # noqa: F401 (registers the names with timm)
-from recurrent_vit.zoo import CIFAR
+from recurrent_vit.zoo import CIFAR, VARIANTS
 
 from . import rows
 from .rows import Row
 
 TIMM_VIT = "timm_vit"
+CIFAR_NAMES = tuple(name for name, variant in VARIANTS.items() if variant.cfg["input_size"] == (3, 32, 32))
 
 Calls = Mapping[str, Callable[[], object]]
 
@@ -35,6 +35,7 @@ class Settings:
         process_rounds: Rounds of compilation and memory, where each number takes a process of its own.
         batches: Batch sizes of inference.
         ode_batches: Batch sizes of the ODE variants.
+        zoo_batches: Batch sizes of the table of the zoo.
         train_batch: Batch size of a training step, and of its memory.
         stages: Numbers of stages whose backward passes have their memory measured; the first is the reference.
         stage_batch: Batch size of these passes.
@@ -51,6 +52,7 @@ class Settings:
     process_rounds: int = 3
     batches: Sequence[int] = (1, 16, 128)
     ode_batches: Sequence[int] = (16, 128)
+    zoo_batches: Sequence[int] = (1, 128)
     train_batch: int = 128
     stages: Sequence[int] = (1, 2, 4, 8)
     stage_batch: int = 32
@@ -72,6 +74,7 @@ QUICK = Settings(
     process_rounds=1,
     batches=(1, 4),
     ode_batches=(4,),
+    zoo_batches=(1, 4),
     train_batch=4,
     stages=(1, 2),
     stage_batch=2,

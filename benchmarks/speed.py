@@ -3,6 +3,7 @@
     python -m benchmarks.speed           # everything, about 20 minutes on 2 cores; appended to results/speed.jsonl
     python -m benchmarks.speed --quick   # a smoke run of a minute, on small batches; kept only where --out says
     python -m benchmarks.tables          # the rows as tables
+    python -m benchmarks.zoo             # those of the part `zoo`, with what else is known of each name
 
 How it is measured:
 
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from . import processes, rows
 from .measure import (
+    CIFAR_NAMES,
     QUICK,
     TIMM_VIT,
     Settings,
@@ -54,6 +56,7 @@ ODE = {"bvit_ode_euler": "euler", "bvit_ode_heun": "heun2", "bvit_ode_rk4": "rk4
 TORCHDIFFEQ_TABLEAUS = {"euler": "euler", "heun2": "heun2", "rk4": "rk4_38"}  # its method: our solver
 ODE_NOTES = {"rk4": "torchdiffeq's rk4 is the 3/8 rule: as many evaluations as the classical method, other weights"}
 GEMM, GEMM_SIZE = "gemm_2048", 2048
+ZOO_REFERENCE = "bvit"
 
 
 # ---- the parts: generators of rows -----------------------------------------------------------------------------------
@@ -61,11 +64,22 @@ GEMM, GEMM_SIZE = "gemm_2048", 2048
 
 def inference(settings: Settings) -> Iterator[Row]:
     """One forward pass in eval mode under torch.inference_mode, by batch size."""
-    models = {name: build(name, settings).eval() for name in (TIMM_VIT, *INFERENCE)}
-    for batch in settings.batches:
+    yield from _forward("inference", (TIMM_VIT, *INFERENCE), settings.batches, settings)
+
+
+def zoo(settings: Settings) -> Iterator[Row]:
+    """The same for every CIFAR name, all in turn."""
+    names = (ZOO_REFERENCE, *(name for name in CIFAR_NAMES if name != ZOO_REFERENCE))
+    yield from _forward("zoo", names, settings.zoo_batches, settings)
+
+
+def _forward(benchmark: str, names: Sequence[str], batches: Sequence[int], settings: Settings) -> Iterator[Row]:
+    """Forward passes by batch size; the first name is the reference of the others."""
+    models = {name: build(name, settings).eval() for name in names}
+    for batch in batches:
         images = random_images(batch, settings)
         calls = {name: partial(infer, model, images) for name, model in models.items()}
-        yield from timed_cells("inference", calls, settings, batch=batch)
+        yield from timed_cells(benchmark, calls, settings, batch=batch)
 
 
 def training(settings: Settings) -> Iterator[Row]:
@@ -109,6 +123,7 @@ PARTS: dict[str, Callable[[Settings], Iterator[Row]]] = {
     "compile": processes.compilation,
     "memory": processes.memory,
     "stages": processes.stages,
+    "zoo": zoo,
 }
 
 
