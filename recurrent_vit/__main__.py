@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from . import printing
+
 # Errors that the user can act on are shown in one line; anything else is a bug of ours and keeps its traceback.
 MISTAKES = (OSError, ValueError, ImportError, FloatingPointError, InterruptedError)
 
@@ -208,48 +210,35 @@ def _list(args: argparse.Namespace) -> None:
     from . import weights, zoo
 
     if args.weights:
-        rows = [row.meta if args.json else _summary(row) for row in weights.checkpoints()]
+        rows = [row.meta if args.json else printing.checkpoint(row) for row in weights.checkpoints()]
     else:
         rows = [zoo.describe(name) for name in zoo.VARIANTS]
     if args.json:
         _write_json(args.json, rows)
     else:
-        print(_markdown_table(rows) if args.markdown else _table(rows))
-
-
-def _summary(row: Any) -> dict[str, Any]:
-    """A checkpoint as a person reads it."""
-    metrics = row.metrics
-    return {
-        "checkpoint": row.id,
-        "parameters": row.parameters,
-        "bytes": row.bytes,
-        "top-1 %": f"{100 * metrics['top1']:.2f} ± {100 * metrics['top1_stderr']:.2f}",
-        "top-5 %": f"{100 * metrics['top5']:.2f}",
-        "recipe": row.recipe,
-        "PFLOP": f"{row.pflop:g}",
-        "sha256": row.sha256[:12],
-    }
+        print(printing.markdown_table(rows) if args.markdown else printing.table(rows))
 
 
 def _classify(args: argparse.Namespace) -> int:
     from . import classify
+    from .limits import bounded_horizon
 
     paths = [Path(image) for image in args.images] or classify.samples()
     names = args.images or [path.name for path in paths]
     if args.plot:
         classify.check_plot(args.plot, paths)
     model, glyphs = _load(args.model), classify.glyphs_for(sys.stdout.encoding)
+    horizon = bounded_horizon(model.horizon if args.horizon is None else args.horizon, model.depth)
     rows: list[Any] = []
     code = 0
     for name, path in zip(names, paths):
         try:
             image = classify.open_image(path)
+            [answer] = classify.classify(model, [image], horizon=horizon)
         except (OSError, ValueError) as error:  # the other pictures are still done
             print(f"recurrent-vit: {error}", file=sys.stderr)
             code = 1
             continue
-        [answer] = classify.classify(model, [image], horizon=args.horizon)
         print(classify.text(answer, name, all_steps=args.all_steps, glyphs=glyphs))
         if args.plot:
             image.thumbnail((512, 512))
@@ -293,26 +282,6 @@ def _push(args: argparse.Namespace) -> None:
         print("nothing was uploaded")
     else:
         print(commit)
-
-
-def _markdown_table(rows: list[dict[str, Any]]) -> str:
-    if not rows:
-        return _table(rows)
-    head, *lines = _table(rows, gap=" | ").splitlines()
-    rule = " | ".join("---:" if isinstance(value, int) else "---" for value in rows[0].values())
-    return "\n".join(f"| {line} |" for line in [head, rule, *lines])
-
-
-def _table(rows: list[dict[str, Any]], gap: str = "  ") -> str:
-    """Rows as aligned text under their keys: words to the left, numbers to the right."""
-    if not rows:
-        return "none"
-    lines = [list(rows[0])] + [
-        [f"{value:,}" if isinstance(value, int) else value for value in row.values()] for row in rows
-    ]
-    sides = [">" if isinstance(value, int) else "<" for value in rows[0].values()]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(gap.join(f"{cell:{s}{w}}" for cell, s, w in zip(line, sides, widths)) for line in lines)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -363,7 +332,7 @@ def _train(args: argparse.Namespace) -> None:
         _write_json(str(Path(args.out) / ("held_out.jsonl" if held else "test.jsonl")), _labelled(rows, args))
         where = "held-out training images" if held else "test images"
         print(f"{args.name} on {rows[0]['count']} {where}:")
-        print(_table(list(map(_shown, rows))))
+        print(printing.table(list(map(printing.accuracy, rows))))
 
 
 def _evaluate(args: argparse.Namespace) -> None:
@@ -401,7 +370,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     if args.json:
         _write_json(args.json, [{"model": args.model, **row} for row in _labelled(rows, args)])
     if args.json != "-":
-        print(_table(list(map(_shown, rows))))
+        print(printing.table(list(map(printing.accuracy, rows))))
     if args.plot:
         evaluate.plot_sweep(rows, args.plot, title=args.model)
 
@@ -435,50 +404,24 @@ def _evaluate_anytime(
 
     options: dict[str, Any] = {"batch_size": args.batch_size, "precision": args.precision, "progress": True}
     origin: dict[str, Any] = {"calibrated_on": None, "allowed_loss": None}
+    images = 0
     if threshold is None:
         train = cifar.load(args.data, "train")
         held = train[cifar.held_out(train.labels, calibration.HELD_OUT)[1]]
-        threshold = calibration.calibrate(model, held, criterion, **options).threshold
-        origin = {"calibrated_on": f"held out {len(held)}", "allowed_loss": calibration.LOSS}
+        threshold, images = calibration.calibrate(model, held, criterion, **options).threshold, len(held)
+        origin = {"calibrated_on": f"held out {images}", "allowed_loss": calibration.LOSS}
     row = {**calibration.measure(Anytime(model, criterion, threshold), split, **options), **origin}
     if runs.place()[0] != 0:
         return
     if args.json:
         _write_json(args.json, [{"model": args.model, **labelled} for labelled in _labelled([row], args)])
     if args.json != "-":
-        print(_table([_shown_anytime(row)]))
-        print(_exits(row))
+        print(printing.table([printing.early_exit(row)]))
+        print(printing.exits(row, images))
     if args.plot:
         records = calibration.record(model, split, [criterion], **options)[criterion]
         curves = [*calibration.uniform(records), *calibration.curve(records)]
         calibration.plot_curve(curves, args.plot, title=args.model, points=[row])
-
-
-def _shown_anytime(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of `calibration.measure` as a person reads it."""
-    shown = _shown({**row, "MACs": None, "parameters": None})
-    return {
-        "criterion": row["criterion"],
-        "threshold": "never" if row["threshold"] is None else f"{row['threshold']:.9g}",  # enough to give it again
-        "mean steps": f"{row['mean_steps']:.2f}",
-        "mean NFE": f"{row['mean_NFE']:.2f}",
-        "NFE": row["NFE"],
-        "saved %": f"{100 * row['saved']:.1f}",
-        **{name: shown[name] for name in ("top-1 %", "top-5 %", "loss", "not finite", "images", "seconds")},
-    }
-
-
-def _exits(row: dict[str, Any]) -> str:
-    """How many images took how many steps, and where the threshold is from."""
-    lines = [f"steps: {', '.join(f'{step} ({images} images)' for step, images in row['exits'].items())}"]
-    if row["calibrated_on"]:
-        count = row["calibrated_on"].split()[-1]
-        lines.append(
-            f"The threshold was calibrated on {count} training images, those that `train --held-out {count}` sets "
-            f"aside, for a loss of at most {100 * row['allowed_loss']:g} points there. A model that was trained on "
-            "them is too sure of them, and loses more on others."
-        )
-    return "\n".join(lines)
 
 
 def _dynamics(args: argparse.Namespace) -> None:
@@ -497,19 +440,37 @@ def _dynamics(args: argparse.Namespace) -> None:
     jacobians = dynamics.jacobians(model, split, horizon=horizon, progress=True)
     solved = list(equilibrium.controls(model, split, methods=_available_methods(), progress=True))
     steps, solvers = dynamics.rows(seen, jacobians), [row for row, _ in solved]
-    shown = [_shown_step(row) for row in steps if row["step"] in _landmarks(seen)]
-    compared = list(map(_shown_control, solvers))
+    shown = [printing.step(row) for row in steps if row["step"] in printing.landmarks(seen)]
+    compared = list(map(printing.control, solvers))
     title = f"{args.model}: {len(split)} test images, {horizon} steps (made for {seen.trained_horizon}), {model.solver}"
     controls = {row["method"]: solution for row, solution in solved}
-    tables = {"The state": _markdown_table(shown), "Controls": _markdown_table(compared) if compared else "not run"}
+    tables = {
+        "The state": f"{printing.STEPS}\n\n{printing.markdown_table(shown)}",
+        "Controls": f"{printing.CONTROLS}\n\n{printing.markdown_table(compared) if compared else 'not run'}",
+        "Made by": _origin(args, horizon),
+    }
 
     _write_json(str(folder / "steps.jsonl"), [{"model": args.model, **row} for row in steps])
     _write_json(str(folder / "controls.jsonl"), [{"model": args.model, **row} for row in solvers])
     written = figures.write(folder, figures.Findings(title, seen, jacobians, controls), tables)
-    print(_table(shown))
+    print(printing.table(shown))
     print()
-    print(_table(compared))
+    print(printing.table(compared))
     print(f"{written[0]} has this and {len(written) - 1} pictures", file=sys.stderr)
+
+
+def _origin(args: argparse.Namespace, horizon: int) -> str:
+    """Command, date, machine and versions, of a page with measurements."""
+    from datetime import date
+
+    from . import runs
+
+    machine, command = runs.hardware(args.device), f"recurrent-vit dynamics {args.model} --horizon {horizon}"
+    versions = ", ".join(f"{name} {version}" for name, version in runs.versions().items())
+    return (
+        f"`{command} --limit {args.limit} --device {args.device}`, {date.today().isoformat()}; "
+        f"{machine['gpu'] or machine['cpu']}, {machine['threads']} threads; {versions}"
+    )
 
 
 def _available_methods() -> list[str]:
@@ -522,52 +483,6 @@ def _available_methods() -> list[str]:
         return list(METHODS)
     print('recurrent-vit: dopri5 is not run; it needs pip install "recurrent-vit[ode]"', file=sys.stderr)
     return [name for name in METHODS if name != "dopri5"]
-
-
-def _landmarks(seen: Any) -> set[int]:
-    """The steps that a table shows: 0, the powers of two, multiples of the trained number, the last."""
-    powers = {2**k for k in range(seen.horizon.bit_length())}
-    return powers | {0, seen.horizon, *(k * seen.trained_horizon for k in (1, 2, 4))}
-
-
-def _shown_step(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of `dynamics.rows` as a person reads it."""
-    return {
-        "steps": row["step"],
-        "NFE": row["NFE"],
-        "top-1 %": f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}",
-        "entropy": _digits(row["entropy"]),
-        "size": _digits(row["norm"]),
-        "step": _digits(row["relative_step"]),
-        "residual": _digits(row["residual"]),
-        "cosine": _digits(row["cosine"]),
-        "dim tokens": _digits(row["participation_tokens"]),
-        "dim class": _digits(row["participation_class"]),
-        "CKA before": _digits(row["cka_previous"]),
-        "CKA trained": _digits(row["cka_trained"]),
-        "growth": _digits(row["growth"]),
-        "sigma_max": _digits(row["sigma_max"]),
-        "radius": _digits(row["spectral_radius"]),
-        "not finite": row["non_finite"],
-        "images": row["count"],
-    }
-
-
-def _shown_control(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of `equilibrium.controls` as a person reads it."""
-    return {
-        "method": row["method"],
-        "NFE": row["NFE"],
-        "arrived %": f"{100 * row['converged']:.1f}",
-        "residual": _digits(row["residual"]),
-        "top-1 %": f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}",
-        "not finite": row["non_finite"],
-        "images": row["count"],
-    }
-
-
-def _digits(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
 
 
 def _labelled(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -592,22 +507,6 @@ def _accuracy(model: Any, split: Any, **kwargs: Any) -> list[dict[str, Any]]:
     return list(evaluate(model, split, progress=True, **kwargs))
 
 
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of `evaluate` as a person reads it."""
-    return {
-        "steps": row["horizon"],
-        "top-1 %": f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}",
-        "top-5 %": f"{100 * row['top5']:.2f}",
-        "loss": "-" if row["loss"] is None else f"{row['loss']:.4f}",
-        "not finite": row["non_finite"],
-        "images": row["count"],
-        "NFE": row["NFE"],
-        "MACs": row["MACs"],
-        "parameters": row["parameters"],
-        "seconds": f"{row['seconds']:.1f}",
-    }
-
-
 def _load(text: str) -> Any:
     """The model of a name with weights, of `local-dir:PATH`, or of the folder of a run."""
     import timm
@@ -617,7 +516,7 @@ def _load(text: str) -> Any:
     if Path(text).is_dir():
         return runs.load_result(Path(text))
     if not text.startswith(("local-dir:", "hf-hub:")):
-        if not timm.is_model(text):
+        if text.partition(".")[0] not in zoo.VARIANTS:
             raise ValueError(f"{text!r} is neither a folder nor a name of the zoo ({', '.join(zoo.VARIANTS)})")
         if not timm.is_model_pretrained(text):
             raise ValueError(f"{text!r} has no published weights; give the folder of a run, or local-dir:PATH")

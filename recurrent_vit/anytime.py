@@ -18,7 +18,6 @@ What is notable:
 - Which threshold is worth what is the subject of `recurrent_vit.calibration`.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .evaluate import _first_parameter, overflows
-from .limits import LIMITS
-from .model import RecurrentVisionTransformer
+from .evaluate import first_parameter, overflows
+from .limits import LIMITS, bounded_number
+from .model import RecurrentVisionTransformer, check_model
 
 __all__ = ["COMPACT", "CRITERIA", "Anytime", "AnytimeOutput", "Criterion", "Look", "parse"]
 
@@ -135,7 +134,7 @@ class Criterion:
         """The threshold, if it is a number in the range of this criterion, or None; otherwise a ValueError."""
         if threshold is None:
             return None
-        return bounded(f"{self.name} threshold", threshold, self.least, self.most, self.whole)
+        return bounded_number(f"{self.name} threshold", threshold, self.least, self.most, self.whole)
 
 
 CRITERIA: dict[str, Criterion] = {
@@ -180,18 +179,6 @@ def get_criterion(name: Any) -> Criterion:
     if not isinstance(name, str) or name not in CRITERIA:
         raise ValueError(f"criterion={name!r} is unknown; known criteria: {', '.join(CRITERIA)}")
     return CRITERIA[name]
-
-
-def bounded(name: str, value: Any, least: float, most: float, whole: bool = False) -> Any:
-    """`value` as a float (an int if `whole`), if it is a number in that range; otherwise a ValueError that says so."""
-    try:
-        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's, for a tensor of several numbers
-        number = math.nan
-    if not least <= number <= most or (whole and number != int(number)):
-        kind = "a whole number" if whole else "a number"
-        raise ValueError(f"{name}={value!r:.50} must be {kind} from {least} to {most}")
-    return int(number) if whole else number
 
 
 def wide(x: Tensor) -> Tensor:
@@ -268,9 +255,9 @@ class Anytime(nn.Module):
         self.criterion = get_criterion(criterion).name
         self.threshold = CRITERIA[criterion].check(threshold)
         first = self.model.steps if self.model.stages > 1 else 1
-        self.least: int = bounded("least", first if least is None else least, 1, LIMITS["horizon"], whole=True)
-        self.every: int = bounded("every", every, 1, LIMITS["horizon"], whole=True)
-        self.compact: float = bounded("compact", compact, 0, 1)
+        self.least: int = bounded_number("least", first if least is None else least, 1, LIMITS["horizon"], whole=True)
+        self.every: int = bounded_number("every", every, 1, LIMITS["horizon"], whole=True)
+        self.compact: float = bounded_number("compact", compact, 0, 1)
         self.training = model.training
 
     def extra_repr(self) -> str:
@@ -294,7 +281,7 @@ class Anytime(nn.Module):
         self.model.check_whole()
         if not len(x):  # not every kernel takes an empty batch
             none = torch.empty(0, dtype=torch.int64, device=x.device)
-            return _first_parameter(self).new_empty(0, self.model.num_classes), none, none.bool()
+            return first_parameter(self).new_empty(0, self.model.num_classes), none, none.bool()
         run, horizon = Running(self.model.initial_state(x)), self.model.horizon
         parts: list[tuple[Tensor, ...]] = []
         for step, look in self.looks(run):
@@ -362,11 +349,7 @@ def is_sound(logits: Tensor, z: Tensor) -> Tensor:
 
 
 def _with_logits(model: nn.Module) -> RecurrentVisionTransformer:
-    if not isinstance(model, RecurrentVisionTransformer):
-        raise ValueError(
-            f"model must be a RecurrentVisionTransformer, not wrapped in another; got {type(model).__name__}"
-        )
-    model.check_whole()
+    model = check_model(model)
     if model.num_classes < 2 or not model.global_pool:
         raise ValueError(
             f"model has num_classes={model.num_classes}, global_pool={model.global_pool!r}: exits are decided on the "

@@ -21,7 +21,6 @@ What is notable:
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -29,20 +28,22 @@ import torch
 from torch import Tensor, nn
 
 from . import runs
-from .anytime import CRITERIA, Anytime, Running, bounded, is_sound, wide
+from .anytime import CRITERIA, Anytime, Running, is_sound, wide
 from .cifar import Split, batches, batches_per_epoch
 from .evaluate import (
     COLUMNS,
     PRECISIONS,
     Row,
-    _bar,
-    _count,
-    _first_parameter,
-    _inference,
-    _statistics,
     check_plot,
     checked,
+    first_parameter,
+    inference,
+    progress_bar,
+    standard_error,
+    statistics,
+    tally,
 )
+from .limits import bounded_number
 
 __all__ = [
     "HELD_OUT", "LOSS", "Calibration", "Records",
@@ -161,7 +162,7 @@ def _row(records: Records, exits: Tensor, criterion: str, threshold: float | Non
         "criterion": criterion,
         "threshold": threshold,
         "top1": p,
-        "top1_stderr": (p * (1 - p) / count) ** 0.5,
+        "top1_stderr": standard_error(p, count),
         "lost": lost.mean().item(),
         "lost_stderr": (lost.var(correction=0).item() / count) ** 0.5,
         "count": count,
@@ -211,7 +212,7 @@ def choose(records: Records, loss: float = LOSS) -> Row:
         records: Of one criterion, on images that the model wasn't trained on.
         loss: A fraction of all images, 0 to 1.
     """
-    loss = bounded("loss", loss, 0, 1)
+    loss = bounded_number("loss", loss, 0, 1)
     sweep = _sweep(records)
     cheapest = int((sweep.lost <= loss).nonzero()[-1])  # the steps are descending
     return at(records, _threshold(sweep, cheapest))
@@ -224,7 +225,7 @@ def curve(records: Records, points: int = 64) -> list[Row]:
         records: Of one criterion.
         points: The most rows, 2 to 10000.
     """
-    points = bounded("points", points, 2, 10_000, whole=True)
+    points = bounded_number("points", points, 2, 10_000, whole=True)
     sweep = _sweep(records)
     wanted = torch.linspace(sweep.steps[0].item(), sweep.steps[-1].item(), points, dtype=torch.float64)
     places = torch.searchsorted(-sweep.steps, -wanted).clamp(max=len(sweep.steps) - 1).unique()
@@ -274,7 +275,7 @@ def calibrate(
     Raises:
         ValueError: A model or split that doesn't fit, or an argument out of range.
     """
-    bounded("loss", loss, 0, 1)
+    bounded_number("loss", loss, 0, 1)
     found = record(
         model,
         split,
@@ -330,7 +331,7 @@ def measure(
     def see(images: Tensor, labels: Tensor, _: Tensor) -> None:
         logits, steps, sound = anytime.exits(images)
         logits = logits.masked_fill(~sound[:, None], math.nan)
-        totals.add_(_count(logits[None].cpu(), labels.cpu())[0])
+        totals.add_(tally(logits[None].cpu(), labels.cpu())[0])
         taken.append(steps.cpu())
 
     seconds = _pass(anytime, split, see, batch_size, precision, progress)
@@ -338,7 +339,7 @@ def measure(
     return {
         **about,
         "threshold": anytime.threshold,
-        **_statistics(**dict(zip(COLUMNS, totals.tolist()))),
+        **statistics(**dict(zip(COLUMNS, totals.tolist()))),
         **_cost(torch.cat(taken), about),
         "seconds": seconds,
     }
@@ -355,11 +356,11 @@ def _pass(
     """Show (images, labels, places in the split) of every batch, in evaluation mode; the seconds that it takes."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r} is unknown; known precisions: {', '.join(PRECISIONS)}")
-    parameter = _first_parameter(module)
+    parameter = first_parameter(module)
     parts = batches(split.to(parameter.device), batch_size, shuffle=False)
-    shown = _bar(parts, batches_per_epoch(len(split), batch_size), progress and runs.place()[0] == 0)
+    shown = progress_bar(parts, "exits", batches_per_epoch(len(split), batch_size), progress and runs.place()[0] == 0)
     start = perf_counter()
-    with _inference(module, precision):
+    with inference(module, precision):
         for images, labels, rows in shown:
             see(images.to(parameter.dtype), labels, rows)
     return perf_counter() - start
@@ -413,8 +414,7 @@ def plot_curve(rows: Sequence[Row], path: str | os.PathLike, title: str = "", po
     check_plot(path)
     if not rows:
         raise ValueError("rows is empty: there is nothing to draw")
-    figure, suffix = _draw_curve(rows, title, points), Path(path).suffix[1:]
-    runs.write_atomically(Path(path), lambda file: figure.savefig(file, format=suffix, dpi=200))
+    runs.save_figure(_draw_curve(rows, title, points), path)
 
 
 def _draw_curve(rows: Sequence[Row], title: str, points: Sequence[Row]) -> Any:
@@ -432,7 +432,8 @@ def _draw_curve(rows: Sequence[Row], title: str, points: Sequence[Row]) -> Any:
         axes.plot(*_places([row]), "o", color=colors.get(row["criterion"], "0.2"), markersize=7, zorder=3)
     whole = max(rows, key=lambda row: row["mean_steps"])
     axes.axhline(100 * whole["top1"], color="0.4", linestyle="--", linewidth=1, zorder=1, label="all steps")
-    axes.set(xlabel="mean evaluations of the block set", ylabel="accuracy, %", title=title)
+    axes.set(xlabel="mean evaluations of the block set", ylabel="accuracy, %")
+    axes.set_title(title, parse_math=False)
     axes.grid(color="0.9")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 
 from . import evaluate, runs
 from .cifar import FINE_NAMES
-from .model import RecurrentVisionTransformer
+from .limits import bounded_horizon
+from .model import RecurrentVisionTransformer, check_model
 
 __all__ = [
     "ASCII", "UNICODE", "Answer", "Glyphs", "bar", "centre_square", "check_plot", "classify", "curve", "glyphs_for",
@@ -40,6 +41,7 @@ __all__ = [
 
 SAMPLES = Path(__file__).parent / "samples"
 BACKGROUND = "white"  # what transparent pictures are mostly made for: paper, and the page of a browser
+CLOSED = ("EPS",)  # a program, which Pillow would have Ghostscript run
 MAX_DRAWN = 50  # pictures in one plot, which grows with each
 
 
@@ -61,6 +63,7 @@ def open_image(path: str | os.PathLike) -> Image.Image:
       least..greatest; what isn't finite is black, or white for +infinity.
     - Of an animation or of several pages the first is taken.
     - CMYK and other colours are converted as Pillow does, without their profiles.
+    - EPS is not opened: it is a program.
 
     Args:
         path: The file.
@@ -102,12 +105,11 @@ def _decode(file: BinaryIO) -> Image.Image:
         warnings.simplefilter("ignore")  # of odd metadata: the picture is what counts
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
-            with Image.open(file) as picture:
+            with Image.open(file, formats=_formats()) as picture:
                 picture.load()
                 upright: Image.Image = picture
                 with contextlib.suppress(Exception):  # EXIF is often damaged where the picture isn't
                     upright = ImageOps.exif_transpose(picture)
-                return _rgb(upright)
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise ValueError(f"refused: it has more than {Image.MAX_IMAGE_PIXELS:,} pixels") from error
         except UnidentifiedImageError as error:
@@ -115,6 +117,12 @@ def _decode(file: BinaryIO) -> Image.Image:
         except Exception as error:  # whatever a decoder raises on bad bytes
             reason = _printable(error) or type(error).__name__
             raise ValueError(f"the picture cannot be read, it is damaged or cut short perhaps ({reason})") from error
+        return _rgb(upright)
+
+
+def _formats() -> list[str]:
+    Image.init()
+    return [name for name in Image.ID if name not in CLOSED]
 
 
 def _rgb(picture: Image.Image) -> Image.Image:
@@ -129,14 +137,18 @@ def _rgb(picture: Image.Image) -> Image.Image:
 
 
 def _to_8_bits(picture: Image.Image) -> Image.Image:
-    """Grey of 8 bits, mode L, from modes I;16, I and F."""
-    values = np.asarray(picture).astype(np.float64)
+    """Grey of 8 bits, mode L or, where a value means transparent, LA; from modes I;16, I and F."""
+    exact = np.float32 if picture.mode.startswith("I;16") else np.float64
+    values = np.asarray(picture).astype(exact)
     finite = values[np.isfinite(values)]
     if not finite.size:
         raise ValueError("none of its values is finite")
     low, high = _range_of(finite.min(), finite.max(), (1, 255, 65535) if picture.mode == "F" else (65535,))
     scaled = (np.nan_to_num(values, nan=low, posinf=high, neginf=low) - low) / (high - low)
-    return Image.fromarray((255 * scaled).round().astype(np.uint8))
+    grey = Image.fromarray((255 * scaled).round().astype(np.uint8))
+    if isinstance(transparent := picture.info.get("transparency"), int):
+        grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    return grey
 
 
 def _range_of(least: float, greatest: float, full_scales: Sequence[int]) -> tuple[float, float]:
@@ -193,31 +205,31 @@ def classify(model: nn.Module, images: Sequence[Image.Image], horizon: int | Non
     """Classify pictures, in one batch and one pass, on the model's device.
 
     Args:
-        model: A `RecurrentVisionTransformer` that takes RGB. It is put into evaluation mode.
+        model: A `RecurrentVisionTransformer` that takes RGB. It is left as it was; it runs in evaluation mode.
         images: RGB pictures of any size (:func:`open_image`).
-        horizon: Number of steps, which the model keeps (`set_horizon`); default: the one it has.
+        horizon: Number of steps; default: the model's own.
         top: How many of the most probable classes to name, if there are so many.
 
     Returns:
         An answer for each picture.
 
     Raises:
-        ValueError: The model or an argument doesn't fit, or a logit is not finite after some step.
+        ValueError: The model or an argument doesn't fit, or the state or a logit is not finite after some step.
     """
     model = _checked(model)
     if top < 1:
         raise ValueError(f"top={top} must be at least 1")
-    if horizon is not None:
-        model.set_horizon(horizon)
+    steps = bounded_horizon(model.horizon if horizon is None else horizon, model.depth)
     if not images:
         return []
     prepare, names = transform(model), labels(model)
-    batch = torch.stack([prepare(image) for image in images]).to(next(model.parameters()))
-    with torch.inference_mode():
-        logits = model.eval().forward_steps(batch).float().cpu()
+    batch = torch.stack([prepare(image) for image in images]).to(evaluate.first_parameter(model))
+    with evaluate.inference(model, "fp32"):
+        logits = evaluate.logits_after(model, batch, list(range(1, steps + 1))).float().cpu()
     finite = logits.isfinite().all(-1).all(-1)
     if not finite.all():
-        raise ValueError(f"logits are not finite after step {int(finite.long().argmin()) + 1}; give fewer steps")
+        first = int(finite.long().argmin()) + 1
+        raise ValueError(f"state or logits are not finite after step {first}; give fewer steps")
     probabilities = logits.softmax(-1)
     best = probabilities[-1].topk(min(top, len(names))).indices.tolist()
     return [Answer(probabilities[:, i].clone(), names, tuple(row)) for i, row in enumerate(best)]
@@ -249,8 +261,7 @@ def labels(model: nn.Module) -> tuple[str, ...]:
 
 
 def _checked(model: nn.Module) -> RecurrentVisionTransformer:
-    if not isinstance(model, RecurrentVisionTransformer):
-        raise ValueError(f"model must be a RecurrentVisionTransformer; got {type(model).__name__}")
+    model = check_model(model)
     if model.in_chans != 3 or model.num_classes < 1:
         raise ValueError(
             f"model has in_chans={model.in_chans} and num_classes={model.num_classes}; 3 and 1 or more are needed"
@@ -388,10 +399,10 @@ def plot(rows: Sequence[tuple[object, Image.Image, Answer]], path: str | os.Path
     """
     if not rows:
         raise ValueError("rows is empty: there is nothing to draw")
-    figure, suffix = _draw(rows, title), Path(path).suffix[1:]
+    figure = _draw(rows, title)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # in a file's name, that the font hasn't
-        runs.write_atomically(Path(path), lambda file: figure.savefig(file, format=suffix, dpi=150))
+        runs.save_figure(figure, path, dpi=150)
 
 
 def _draw(rows: Sequence[tuple[object, Image.Image, Answer]], title: str) -> Any:

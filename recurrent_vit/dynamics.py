@@ -18,7 +18,8 @@ tokens, C is embed_dim, H the horizon. What is notable:
   things of it. Its spectral radius tells whether changes die out if the state stands still; its largest singular value,
   how much one step can stretch a change at most; the growth along the orbit, what the steps really do to one, together.
 - The class state is what the head sees: with mean pooling, the mean of the tokens after the final norm.
-- An image whose state is no longer finite is left out of the statistics, and is counted.
+- An image whose state is no longer finite is left out of the medians and means, and is counted. CKA and participation
+  ratio speak of all images, so they are NaN from that step on.
 """
 
 import math
@@ -30,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from .cifar import Split, batches, batches_per_epoch, normalize
-from .evaluate import _first_parameter, checked, evaluation_mode, overflows
-from .limits import LIMITS, bounded_horizon
+from .evaluate import checked, evaluation_mode, first_parameter, overflows, progress_bar, standard_error
+from .limits import bounded_horizon
 from .measures import (
     Covariance,
     cka,
@@ -45,16 +46,17 @@ from .measures import (
     sigma_max,
     spectral_radius,
 )
-from .model import RecurrentVisionTransformer
+from .model import RecurrentVisionTransformer, check_model
 
 __all__ = ["Dynamics", "Jacobians", "accuracy", "jacobians", "measure", "resolve_horizon", "rows"]
 
 Row = dict[str, Any]
+MAX_HORIZON = 1_000
 
 
 # ---- a pass over images ----------------------------------------------------------------------------------------------
 
-COLUMNS = ("norm", "relative_step", "residual", "cosine", "entropy", "correct", "finite")
+COLUMNS = ("rms", "step_norm", "residual", "cosine", "entropy", "correct", "finite")
 
 
 class Dynamics(NamedTuple):
@@ -62,8 +64,8 @@ class Dynamics(NamedTuple):
 
     The columns of `images`, NaN where a state is not finite or has no such number (no update leads to step 0):
 
-    - norm: root mean square of the numbers in the state, |z_t| / sqrt(N C)
-    - relative_step: |u_t| / |z_(t-1)|
+    - rms: root mean square of the numbers in the state, |z_t| / sqrt(N C)
+    - step_norm: |u_t| / |z_(t-1)|
     - residual: |R(z_t)| / |z_t|, zero at a fixed point; a state that grows without bound has a small one too
     - cosine: between u_t and u_(t-1)
     - entropy: of the prediction, in nats
@@ -89,13 +91,24 @@ def resolve_horizon(model: nn.Module, horizon: int | None = None) -> int:
     """The steps to look at: those asked for, or four times the number that the model was made for.
 
     Raises:
-        ValueError: It is no integer from 1 to 10000, or the model is none of ours.
+        ValueError: It is no integer from 1 to 1000, or the model isn't one whose states can be watched: of ours, in
+            float32 or float64, with pooling and classes.
     """
-    if not isinstance(model, RecurrentVisionTransformer):
-        raise ValueError(f"model must be a RecurrentVisionTransformer; got {type(model).__name__}")
+    model = check_model(model)
+    dtype = first_parameter(model).dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"model is in {dtype}: updates are differences of states, so it must be in float32 or float64")
+    if not model.global_pool or model.num_classes < 1:
+        raise ValueError(
+            f"model has global_pool={model.global_pool!r}, num_classes={model.num_classes}: the class state is what "
+            "the head sees of an image, so it must have both"
+        )
     if horizon is None:
-        horizon = min(4 * model.steps * model.stages, LIMITS["horizon"])
-    return bounded_horizon(horizon, model.depth)
+        horizon = min(4 * model.steps * model.stages, MAX_HORIZON)
+    horizon = bounded_horizon(horizon, model.depth)
+    if horizon > MAX_HORIZON:
+        raise ValueError(f"horizon={horizon} must be at most {MAX_HORIZON}: two covariances are kept for every step")
+    return horizon
 
 
 def measure(
@@ -123,11 +136,12 @@ def measure(
         ValueError: A model or split that doesn't fit, or an argument out of range.
     """
     model, horizon = checked(model, split), resolve_horizon(model, horizon)
-    parts = batches(split.to(_first_parameter(model).device), batch_size, shuffle=False)
+    parts = batches(split.to(first_parameter(model).device), batch_size, shuffle=False)
     tokens, classes = ([Covariance() for _ in range(horizon + 1)] for _ in range(2))
     columns, kept, similarity = [], [], torch.zeros(horizon + 1, horizon + 1, dtype=torch.float64)
     with evaluation_mode(model), torch.no_grad():
-        for images, labels, indices in _bar(parts, "states", batches_per_epoch(len(split), batch_size), progress):
+        shown = progress_bar(parts, "states", batches_per_epoch(len(split), batch_size), progress)
+        for images, labels, indices in shown:
             values, kernels, class_states = _watch(model, images, labels, horizon, tokens, classes)
             columns.append(values)
             kept.append(class_states[:, indices.cpu() < keep])
@@ -157,7 +171,7 @@ def _watch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One batch: values (H + 1, COLUMNS, B), kernels (H + 1, B, B), class states (H + 1, B, C); adds to covariances."""
     values, kernels, class_states = [], [], []
-    z = model.initial_state(images.to(_first_parameter(model).dtype))
+    z = model.initial_state(images.to(first_parameter(model).dtype))
     before = update_before = torch.full_like(z, math.nan)
     for t in range(horizon + 1):
         update = z - before
@@ -192,12 +206,6 @@ def _gram(z: Tensor) -> Tensor:
 
 def _participation(seen: Iterable[Covariance]) -> Tensor:
     return torch.stack([participation_ratio(one.covariance) for one in seen]).cpu()
-
-
-def _bar(parts: Iterable[Any], what: str, total: int, shown: bool) -> Iterable[Any]:
-    from tqdm import tqdm
-
-    return tqdm(parts, what, total, leave=False, disable=None if shown else True)
 
 
 # ---- Jacobians of the step map ---------------------------------------------------------------------------------------
@@ -241,12 +249,12 @@ def jacobians(
     if count < 1:
         raise ValueError(f"count={count} must be at least 1")
     growth, largest, radii = [], [], []
-    images = normalize(split.images[:count]).to(_first_parameter(model))
+    images = normalize(split.images[:count]).to(first_parameter(model))
     with evaluation_mode(model):
         with torch.no_grad():
             z = model.initial_state(images)
         orbit = chain([(z, None)], orbit_growth(model.step, z, horizon))
-        for t, (z, factor) in enumerate(_bar(orbit, "Jacobians", horizon + 1, progress)):
+        for t, (z, factor) in enumerate(progress_bar(orbit, "Jacobians", horizon + 1, progress, unit="step")):
             if factor is not None:
                 growth.append(factor.cpu())
             if t in at:
@@ -267,12 +275,12 @@ def rows(seen: Dynamics, found: Jacobians | None = None) -> list[Row]:
 
     - step, NFE, count, non_finite
     - top1, top1_stderr, entropy: means over the images (a prediction that isn't finite is wrong, and has no entropy)
-    - norm, relative_step, residual, cosine: medians over the images that are finite
+    - rms, step_norm, residual, cosine: medians over the images that are finite
     - participation_tokens, participation_class
     - cka_previous, cka_trained, cka: with the step before, with the trained step, with each step
     - growth: of the step that leads here, geometric mean; sigma_max, spectral_radius: at this state, medians
     """
-    medians = {name: _median(seen.images[name]) for name in ("norm", "relative_step", "residual", "cosine")}
+    medians = {name: _median(seen.images[name]) for name in ("rms", "step_norm", "residual", "cosine")}
     entropies = seen.images["entropy"].nanmean(1)
     jacobian = _jacobian_columns(found)
     return [
@@ -298,7 +306,7 @@ def accuracy(correct: Tensor, finite: Tensor) -> Row:
     count, p = len(correct), correct.double().mean().item()
     return {
         "top1": p,
-        "top1_stderr": (p * (1 - p) / count) ** 0.5,
+        "top1_stderr": standard_error(p, count),
         "count": count,
         "non_finite": count - int(finite.sum()),
     }

@@ -27,15 +27,16 @@ from torch import Tensor, nn
 
 from .cifar import Split, normalize
 from .dynamics import accuracy
-from .evaluate import checked, evaluation_mode
+from .evaluate import checked, evaluation_mode, first_parameter, overflows, progress_bar
 from .limits import MAX_STEP_SIZE, bounded_float
 from .measures import norm
 from .model import RecurrentVisionTransformer
 
 __all__ = ["METHODS", "Solution", "adaptive", "anderson", "controls", "fixed_point"]
 
-METHODS = ("fixed point", "anderson", "dopri5")
+METHODS = ("fixed_point", "anderson", "dopri5")
 MAX_EVALUATIONS = 100_000
+BLOCK_APPLICATIONS = 200  # that `controls` spends on an image, a method
 
 Field = Callable[[Tensor], Tensor]
 Row = dict[str, Any]
@@ -166,7 +167,7 @@ class _Trace:
         size = norm(slope)
         if self.first is None:
             self.first = size
-        fine = _finite(z) & size.isfinite() & self.first.isfinite()
+        fine = ~overflows(z) & size.isfinite() & self.first.isfinite()
         residual = (size / self.first).masked_fill(size == 0, 0.0).where(fine, math.nan)
         self.residuals.append(residual)
         self.evaluations.append(evaluations)
@@ -175,11 +176,6 @@ class _Trace:
     def solution(self, state: Tensor, converged: Tensor, nfe: int) -> Solution:
         residuals = torch.stack(self.residuals).cpu()
         return Solution(state, residuals, tuple(self.evaluations), converged.cpu(), nfe)
-
-
-def _finite(z: Tensor) -> Tensor:
-    """bool (B,): whether a state and its square are in the range of its dtype (a layer norm squares it)."""
-    return z.flatten(1).square().sum(1).isfinite()
 
 
 def _differences(column: Iterable[Tensor]) -> Tensor:
@@ -247,7 +243,7 @@ def adaptive(
     except _StoppedError:
         arrived = torch.zeros(len(z), dtype=torch.bool)
     else:
-        arrived = _finite(watched.state)
+        arrived = ~overflows(watched.state)
     return watched.trace.solution(watched.state, arrived, watched.nfe)
 
 
@@ -309,7 +305,7 @@ def controls(
     methods: Iterable[str] = METHODS,
     count: int = 64,
     tolerance: float = 1e-3,
-    max_evaluations: int = 200,
+    max_evaluations: int | None = None,
     progress: bool = False,
 ) -> Iterator[tuple[Row, Solution]]:
     """Run the solvers on the first images of a split, as one batch, and classify the states where they end.
@@ -320,7 +316,7 @@ def controls(
         methods: Of METHODS. dopri5 integrates up to the trained number of steps times the step size.
         count: Number of images.
         tolerance: Of each solver.
-        max_evaluations: Of each solver.
+        max_evaluations: Of each solver; default 200 applications of a block, so fewer of a set of several.
         progress: Show a bar on standard error, if that is a terminal.
 
     Returns:
@@ -343,6 +339,8 @@ def controls(
             raise ValueError(f"method {name!r} is unknown; known methods: {', '.join(METHODS)}")
     if count < 1:
         raise ValueError(f"count={count} must be at least 1")
+    if max_evaluations is None:
+        max_evaluations = max(1, BLOCK_APPLICATIONS // model.depth)
     _check(tolerance, max_evaluations)
     if "dopri5" in names:
         _import_odeint()
@@ -357,21 +355,19 @@ def _run(
     max_evaluations: int,
     progress: bool,
 ) -> Iterator[tuple[Row, Solution]]:
-    from tqdm import tqdm
-
     time = model.steps * model.stages * model.step_size
     solvers: dict[str, Callable[..., Solution]] = {
-        "fixed point": fixed_point,
+        "fixed_point": fixed_point,
         "anderson": anderson,
         "dopri5": partial(adaptive, time=time),
     }
-    images = normalize(split.images).to(next(model.parameters()))
-    for name in tqdm(methods, "controls", leave=False, disable=None if progress else True):
+    images = normalize(split.images).to(first_parameter(model))
+    for name in progress_bar(methods, "controls", len(methods), progress, unit="method"):
         with evaluation_mode(model), torch.no_grad():
             start = model.initial_state(images)
             solution = solvers[name](model.vector_field, start, tolerance=tolerance, max_evaluations=max_evaluations)
             logits = model.forward_head(model.norm(solution.state)).double()
-        finite = (logits.isfinite().all(-1) & _finite(solution.state)).cpu()
+        finite = (logits.isfinite().all(-1) & ~overflows(solution.state)).cpu()
         correct = (logits.argmax(-1).cpu() == split.labels.cpu()) & finite
         residual = torch.nanquantile(solution.residuals[-1], 0.5).item()
         row = {

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import timm
 import torch
@@ -35,17 +35,19 @@ from torch import Tensor, nn
 from . import runs
 from .cifar import Batch, Split, batches, batches_per_epoch
 from .limits import bounded_int
-from .model import RecurrentVisionTransformer
+from .model import RecurrentVisionTransformer, check_model
 
 __all__ = [
-    "PRECISIONS", "check_plot", "checked", "evaluate", "evaluation_mode", "overflows", "parse_horizons", "plot_sweep",
-    "rebuild",
+    "COLUMNS", "PRECISIONS", "check_plot", "checked", "evaluate", "evaluation_mode", "first_parameter", "inference",
+    "logits_after", "overflows", "parse_horizons", "plot_sweep", "progress_bar", "rebuild", "standard_error",
+    "statistics", "tally",
 ]  # fmt: skip
 
 PRECISIONS = ("fp32", "bf16")
 PLOT_SUFFIXES = (".pdf", ".png", ".svg")
 
 Row = dict[str, Any]
+T = TypeVar("T")
 
 
 # ---- accuracy --------------------------------------------------------------------------------------------------------
@@ -89,14 +91,14 @@ def evaluate(
     Raises:
         ValueError: At the call, for a model or split that doesn't fit, or an argument out of range.
     """
-    model, device = checked(model, split), _first_parameter(model).device
+    model, device = checked(model, split), first_parameter(model).device
     steps = _ascending([model.horizon] if horizons is None else horizons)
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r} is unknown; known precisions: {', '.join(PRECISIONS)}")
     rank, world_size = runs.place()
     size = batch_size * world_size
     parts = batches(split.to(device), size, shuffle=False, rank=rank, world_size=world_size)
-    shown = _bar(parts, batches_per_epoch(len(split), size), progress and rank == 0)
+    shown = progress_bar(parts, "evaluate", batches_per_epoch(len(split), size), progress and rank == 0)
     return _rows(model, shown, steps, precision)
 
 
@@ -105,11 +107,11 @@ def _rows(
 ) -> Iterator[Row]:
     start = perf_counter()
     totals = torch.zeros(len(horizons), len(COLUMNS), dtype=torch.float64)
-    with _inference(model, precision):
+    with inference(model, precision):
         for images, labels, _ in parts:
             if len(images):  # a process may have no part in the last batch, and not every kernel takes an empty one
-                totals += _count(_logits(model, images, horizons).cpu(), labels.cpu())
-    device = _first_parameter(model).device
+                totals += tally(logits_after(model, images, horizons).cpu(), labels.cpu())
+    device = first_parameter(model).device
     totals = _over_processes(totals, dist.ReduceOp.SUM, device)
     seconds = _over_processes(torch.tensor(perf_counter() - start), dist.ReduceOp.MAX, device).item()
     for horizon, row in zip(horizons, totals.tolist()):
@@ -120,15 +122,15 @@ def _rows(
             "field": model.field,
             "step_size": model.step_size,
             "precision": precision,
-            **_statistics(**dict(zip(COLUMNS, row))),
+            **statistics(**dict(zip(COLUMNS, row))),
             **_costs(model, horizon),
             "seconds": seconds,
         }
 
 
-def _logits(model: RecurrentVisionTransformer, images: Tensor, horizons: list[int]) -> Tensor:
-    """Logits (horizons, B, classes) after the steps asked for."""
-    z = model.initial_state(images.to(_first_parameter(model).dtype))
+def logits_after(model: RecurrentVisionTransformer, images: Tensor, horizons: list[int]) -> Tensor:
+    """Logits (horizons, B, classes) after the steps asked for, ascending; NaN where the state has overflowed."""
+    z = model.initial_state(images.to(first_parameter(model).dtype))
     logits = []
     for step in range(1, horizons[-1] + 1):
         z = model.step(z)
@@ -138,17 +140,17 @@ def _logits(model: RecurrentVisionTransformer, images: Tensor, horizons: list[in
 
 
 def overflows(z: Tensor) -> Tensor:
-    """bool (B,): whether the square of a token is beyond the range of its dtype.
+    """bool (B,): whether the square of a token is beyond the range of its dtype; z is (B, ..., C).
 
     What LayerNorm makes of that depends on its kernel: NaN, or its bias, finite and alike for every image.
     """
-    return ~z.square().mean(-1).isfinite().all(-1)
+    return ~z.square().mean(-1, keepdim=True).isfinite().flatten(1).all(1)
 
 
 COLUMNS = ("count", "finite", "top1", "top5", "loss")
 
 
-def _count(logits: Tensor, labels: Tensor) -> Tensor:
+def tally(logits: Tensor, labels: Tensor) -> Tensor:
     """Sums over the images: float64 (horizons, COLUMNS), from logits (horizons, B, classes) and labels (B,)."""
     logits = logits.double()  # the loss of finite logits is finite, and sums don't depend on the batches
     finite = logits.isfinite().all(-1)
@@ -160,16 +162,22 @@ def _count(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.stack([column.double().sum(-1) for column in columns], dim=-1)
 
 
-def _statistics(count: float, finite: float, top1: float, top5: float, loss: float) -> Row:
+def statistics(count: float, finite: float, top1: float, top5: float, loss: float) -> Row:
+    """The columns of a row that come from the sums of :func:`tally`."""
     p = top1 / count
     return {
         "top1": p,
-        "top1_stderr": (p * (1 - p) / count) ** 0.5,
+        "top1_stderr": standard_error(p, count),
         "top5": top5 / count,
         "loss": loss / finite if finite else None,
         "non_finite": int(count - finite),
         "count": int(count),
     }
+
+
+def standard_error(p: float, count: float) -> float:
+    """Of a fraction p of `count` images: sqrt(p (1 - p) / count)."""
+    return (p * (1 - p) / count) ** 0.5
 
 
 def _costs(model: RecurrentVisionTransformer, horizon: int) -> Row:
@@ -181,12 +189,12 @@ def _costs(model: RecurrentVisionTransformer, horizon: int) -> Row:
 
 
 @contextmanager
-def _inference(model: nn.Module, precision: str) -> Iterator[None]:
+def inference(model: nn.Module, precision: str) -> Iterator[None]:
     """Evaluation mode, no gradients, the precision."""
     # No cache: inside an autocast of the caller's, older torch would give weights that were cast here, without a
     # gradient, to a training step there (fixed by https://github.com/pytorch/pytorch/pull/165068)
     autocast = torch.autocast(
-        _first_parameter(model).device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
+        first_parameter(model).device.type, torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
     )
     with evaluation_mode(model), torch.inference_mode(), autocast:
         yield
@@ -206,11 +214,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 def checked(model: nn.Module, split: Split) -> RecurrentVisionTransformer:
     """The model, if it can be run to any horizon on these images."""
-    if not isinstance(model, RecurrentVisionTransformer):
-        raise ValueError(
-            f"model must be a RecurrentVisionTransformer, not wrapped in another; got {type(model).__name__}"
-        )
-    model.check_whole()
+    model = check_model(model)
     if not len(split):
         raise ValueError("split is empty: there is nothing to evaluate on")
     expected, found = (model.in_chans, *model.patch_embed.img_size), tuple(split.images.shape[1:])
@@ -222,14 +226,16 @@ def checked(model: nn.Module, split: Split) -> RecurrentVisionTransformer:
     return model
 
 
-def _first_parameter(model: nn.Module) -> nn.Parameter:
+def first_parameter(model: nn.Module) -> nn.Parameter:
+    """Any parameter: what tells the model's device and dtype."""
     return next(model.parameters())
 
 
-def _bar(parts: Iterable[Batch], total: int, shown: bool) -> Iterable[Batch]:
+def progress_bar(parts: Iterable[T], what: str, total: int, shown: bool, unit: str = "batch") -> Iterable[T]:
+    """The parts, with a bar on standard error while they are taken, if it is to be shown and that is a terminal."""
     from tqdm import tqdm
 
-    return tqdm(parts, "evaluate", total, unit="batch", leave=False, disable=None if shown else True)
+    return tqdm(parts, what, total, unit=unit, leave=False, disable=None if shown else True)
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------
@@ -320,7 +326,7 @@ def rebuild(
     cfg = origin.pretrained_cfg
     twin: Any = timm.create_model(cfg["architecture"], pretrained_cfg=cfg, **arguments)
     twin.load_state_dict(model.state_dict())
-    return twin.to(_first_parameter(model)).train(model.training)
+    return twin.to(first_parameter(model)).train(model.training)
 
 
 # ---- the plot --------------------------------------------------------------------------------------------------------
@@ -358,8 +364,7 @@ def plot_sweep(rows: Sequence[Row], path: str | os.PathLike, title: str = "") ->
     check_plot(path)
     if not rows:
         raise ValueError("rows is empty: there is nothing to draw")
-    figure, suffix = _draw_sweep(rows, title), Path(path).suffix[1:]
-    runs.write_atomically(Path(path), lambda file: figure.savefig(file, format=suffix, dpi=200))
+    runs.save_figure(_draw_sweep(rows, title), path)
 
 
 def _draw_sweep(rows: Sequence[Row], title: str) -> Any:
@@ -382,7 +387,8 @@ def _draw_sweep(rows: Sequence[Row], title: str) -> Any:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_ylim(0, min(100, 1.15 * max(*top1, 5)))
-    axes.set(xlabel="steps", ylabel="accuracy, %", title=title)
+    axes.set(xlabel="steps", ylabel="accuracy, %")
+    axes.set_title(title, parse_math=False)  # a path may hold dollars
     axes.grid(axis="y", color="0.9")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -39,7 +39,7 @@ from torch._higher_order_ops.while_loop import while_loop  # a prototype, withou
 
 from . import runs, weights
 from .limits import bounded_horizon
-from .model import RecurrentVisionTransformer, ResidualBlock
+from .model import RecurrentVisionTransformer, ResidualBlock, check_model
 
 __all__ = ["block_to_onnx", "check_packages", "check_target", "copy_for_inference", "export_onnx", "export_program"]
 
@@ -155,7 +155,7 @@ def check_packages(*names: str) -> None:
             raise ImportError(f'this needs {name}: pip install "recurrent-vit[export]"') from error
 
 
-def block_to_onnx(block: nn.Module, residual: bool, int8: bool = False) -> bytes:
+def block_to_onnx(block: ResidualBlock, residual: bool, int8: bool = False) -> bytes:
     """One block as the content of an ONNX file: `x` (B, N, C) to F(x), or to R(x) if `residual`.
 
     Args:
@@ -168,7 +168,7 @@ def block_to_onnx(block: nn.Module, residual: bool, int8: bool = False) -> bytes
     """
     module = _Block(copy.deepcopy(block), residual).eval()
     _store_as_multiplied(module)
-    x = torch.zeros(2, 3, block.norm1.weight.numel())
+    x = torch.zeros(2, 3, next(block.norm1.parameters()).numel())
     proto = _trace(module, (x,), {"x": {0: "batch", 1: "tokens"}}, "y")
     if int8:
         proto = _quantised(proto, _products_to_quantise(module))
@@ -240,11 +240,7 @@ class _Product(nn.Module):
 
 def copy_for_inference(model: nn.Module) -> RecurrentVisionTransformer:
     """The model in float32 on the CPU, in evaluation mode, without gradients, hooks and recomputation."""
-    if not isinstance(model, RecurrentVisionTransformer):
-        raise ValueError(
-            f"model must be a RecurrentVisionTransformer, not wrapped in another; got {type(model).__name__}"
-        )
-    model.check_whole()
+    model = check_model(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("model has no weights: it was built on the meta device")
     if not all(isinstance(block, ResidualBlock) for block in model.blocks):
@@ -422,7 +418,7 @@ def _facts(model: RecurrentVisionTransformer, horizon: int | None, int8: bool) -
     names = list(cfg.get("label_names") or [])
     facts = {
         "model": cfg.get("architecture", ""),
-        **_source(model, cfg),
+        **_source(model),
         "classes": names if len(names) == model.num_classes else [],
         "input_size": _input_size(model),
         **{key: cfg.get(key) for key in ("mean", "std", "interpolation", "crop_pct")},
@@ -439,7 +435,7 @@ def _facts(model: RecurrentVisionTransformer, horizon: int | None, int8: bool) -
     return {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
 
 
-def _source(model: RecurrentVisionTransformer, cfg: dict[str, Any]) -> dict[str, str]:
+def _source(model: RecurrentVisionTransformer) -> dict[str, str]:
     """Which weights these are. The configuration doesn't tell: an untrained or fine-tuned model has the same one."""
     state = {key: value.contiguous() for key, value in model.state_dict().items()}
     content = safetensors.torch.save(state, metadata={"format": "pt"})  # the bytes of a checkpoint's file
@@ -448,7 +444,7 @@ def _source(model: RecurrentVisionTransformer, cfg: dict[str, Any]) -> dict[str,
     return {
         "checkpoint": row.id if row else "",
         "sha256": sha256,
-        "license": (row.license if row else cfg.get("license")) or "",
+        "license": row.license if row else "",
     }
 
 

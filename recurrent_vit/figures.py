@@ -61,22 +61,18 @@ def write(folder: Path, findings: Findings, tables: Mapping[str, str]) -> list[P
     written = [folder / PAGE]
     for picture in PICTURES:
         written.append(folder / picture.file)
-        _save(draw(picture, findings), written[-1])
+        runs.save_figure(draw(picture, findings), written[-1], dpi=150)
         page.append(f"![{picture.file}]({picture.file})\n\n{picture.caption}")
     text = "\n\n".join(page) + "\n"
     runs.write_atomically(written[0], lambda file: file.write(text.encode()))
     return written
 
 
-def _save(figure: Any, path: Path) -> None:
-    runs.write_atomically(path, lambda file: figure.savefig(file, format=path.suffix[1:], dpi=150))
-
-
 def draw(picture: Picture, findings: Findings) -> Any:
     """The matplotlib Figure of a picture, its caption below."""
     figure = runs.import_figure()(figsize=(9, 6), layout="constrained")
     picture.draw(figure, findings)
-    figure.suptitle(findings.title, fontsize="medium")
+    figure.suptitle(findings.title, fontsize="medium", parse_math=False)
     figure.supxlabel(
         textwrap.fill(picture.caption, 125, break_on_hyphens=False), x=0.02, ha="left", fontsize=8.5, color="0.25"
     )
@@ -92,7 +88,7 @@ def _motion(figure: Any, findings: Findings) -> None:
     growth, dimension = panels_below
     steps = range(seen.horizon + 1)
     for name, label, color in (
-        ("relative_step", "step  |z(t) - z(t-1)| / |z(t-1)|", "tab:blue"),
+        ("step_norm", "step norm  |z(t) - z(t-1)| / |z(t-1)|", "tab:blue"),
         ("residual", "residual  |R(z(t))| / |z(t)|", "tab:orange"),
     ):
         _band(size, steps, seen.images[name], label, color)
@@ -100,9 +96,9 @@ def _motion(figure: Any, findings: Findings) -> None:
     size.set_ylabel("relative to the state")
     _band(straightness, steps, seen.images["cosine"], "cosine of successive updates", "tab:green")
     straightness.set(ylim=(-1.05, 1.05), ylabel="cosine")
-    _band(growth, steps, seen.images["norm"], "size of the state", "tab:purple")
+    _band(growth, steps, seen.images["rms"], "state", "tab:purple")
     growth.set_ylabel("root mean square")
-    _log_scale(growth, seen.images["norm"])
+    _log_scale(growth, seen.images["rms"])
     for values, label, color in (
         (seen.participation_tokens, "tokens", "tab:brown"),
         (seen.participation_class, "class states", "tab:red"),
@@ -196,8 +192,8 @@ def _controls(figure: Any, findings: Findings) -> None:
     axes = figure.subplots()
     colors = ("tab:blue", "tab:orange", "tab:green", "tab:red")
     for (name, solution), color in zip(findings.controls.items(), colors):
-        arrived = int(solution.converged.sum())
-        label = f"{name}: {arrived} of {len(solution.converged)} images arrived, NFE {solution.nfe}"
+        converged = int(solution.converged.sum())
+        label = f"{name}: {converged} of {len(solution.converged)} images converged, NFE {solution.nfe}"
         _band(axes, solution.evaluations, solution.residuals, label, color, marker=".")
     if findings.controls:
         _log_scale(axes, torch.cat([solution.residuals for solution in findings.controls.values()]))
@@ -245,8 +241,8 @@ PICTURES: tuple[Picture, ...] = (
     Picture(
         "controls.png",
         f"Solvers that look for a fixed point, and adaptive integration, on the same field f. {BAND}A method that "
-        "arrives falls below its tolerance; one that stays near 1 wanders, one that rises diverges. dopri5 integrates "
-        "up to the trained time and arrives if it gets there.",
+        "converges falls below its tolerance; one that stays near 1 wanders, one that rises diverges. dopri5 "
+        "integrates up to the trained time and has converged if it gets there.",
         _controls,
     ),
 )

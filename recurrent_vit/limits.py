@@ -20,6 +20,7 @@ __all__ = [
     "PLAIN",
     "bounded_horizon",
     "bounded_int",
+    "bounded_number",
     "check_integration",
     "check_sizes",
     "get_tableau",
@@ -68,6 +69,18 @@ def bounded_float(name: str, value: Any, most: float) -> float:
     if not 0 < number <= most:
         raise ValueError(f"{name}={value!r:.50} must be a number above 0, at most {most}")
     return number
+
+
+def bounded_number(name: str, value: Any, least: float, most: float, whole: bool = False) -> Any:
+    """`value` as a float (an int if `whole`), if it is a number in that range; otherwise a ValueError that says so."""
+    try:
+        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's, for a tensor of several numbers
+        number = math.nan
+    if not least <= number <= most or (whole and number != int(number)):
+        kind = "a whole number" if whole else "a number"
+        raise ValueError(f"{name}={value!r:.50} must be {kind} from {least} to {most}")
+    return int(number) if whole else number
 
 
 def bounded_horizon(horizon: Any, depth: int) -> int:

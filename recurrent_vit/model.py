@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from . import solvers
 from .limits import LIMITS, PLAIN, bounded_horizon, bounded_int, check_integration, check_sizes, get_tableau
 
-__all__ = ["RecurrentVisionTransformer", "ResidualBlock"]
+__all__ = ["RecurrentVisionTransformer", "ResidualBlock", "check_model"]
 
 
 class ResidualBlock(Block):
@@ -500,6 +500,16 @@ class RecurrentVisionTransformer(VisionTransformer):
         for block in self.blocks:
             r = r + block(z + r, attn_mask, is_causal, residual=True)
         return r
+
+
+def check_model(model: nn.Module) -> RecurrentVisionTransformer:
+    """The model, if it is one of ours that can be run to any horizon; otherwise a ValueError that says why not."""
+    if not isinstance(model, RecurrentVisionTransformer):
+        raise ValueError(
+            f"model must be a RecurrentVisionTransformer, not wrapped in another; got {type(model).__name__}"
+        )
+    model.check_whole()
+    return model
 
 
 def _scriptable(tableau: solvers.Tableau) -> tuple[list[list[float]], list[float]]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from . import export
-from .model import RecurrentVisionTransformer
+from .model import RecurrentVisionTransformer, ResidualBlock
 
 __all__ = ["OnnxBlock", "optimize"]
 
@@ -49,11 +49,11 @@ def optimize(model: nn.Module, int8: bool = False) -> RecurrentVisionTransformer
     """
     export.check_packages("onnx", "onnxscript", "onnxruntime")
     twin = export.copy_for_inference(model)
-    for i, block in enumerate(twin.blocks):
-        twin.blocks[i] = OnnxBlock(block, int8)
     integrated = twin.tableau is not None and twin.field == "state_subtracted"
-    for wrapped in twin.blocks:
-        wrapped.session(residual=integrated)  # the other graph is made if somebody asks for it
+    blocks: Any = twin.blocks
+    for i, block in enumerate(blocks):
+        blocks[i] = OnnxBlock(block, int8)
+        blocks[i].session(residual=integrated)  # the other graph is made if somebody asks for it
     return twin
 
 
@@ -65,7 +65,7 @@ class OnnxBlock(nn.Module):
         int8: As in :func:`optimize`.
     """
 
-    def __init__(self, block: nn.Module, int8: bool = False) -> None:
+    def __init__(self, block: ResidualBlock, int8: bool = False) -> None:
         super().__init__()
         self.block = block
         self.int8 = int8
@@ -74,8 +74,7 @@ class OnnxBlock(nn.Module):
     @property
     def attn(self) -> nn.Module:
         """The block's attention."""
-        attention: nn.Module = self.block.attn
-        return attention
+        return self.block.attn
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_sessions": {}}

@@ -391,7 +391,13 @@ def plot_history(folder: Path) -> None:
     axes.set(xlabel="compute, PFLOP", ylabel="training loss, nats")
     axes.grid(alpha=0.3)
     axes.legend(title="pictures")
-    write_atomically(folder / "history.png", lambda file: figure.savefig(file, format="png", dpi=150))
+    save_figure(figure, folder / "history.png", dpi=150)
+
+
+def save_figure(figure: Any, path: str | os.PathLike, dpi: int = 200) -> None:
+    """Write a matplotlib Figure in the format that its suffix names. The file appears whole or not at all."""
+    path = Path(path)
+    write_atomically(path, lambda file: figure.savefig(file, format=path.suffix[1:], dpi=dpi))
 
 
 def import_figure() -> Any:

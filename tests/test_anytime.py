@@ -123,6 +123,24 @@ def assert_is_the_loop(model, images, criterion, **checks):
     assert len(set(steps)) > 1 or criterion == "stable", "all exit at once, and the test sees nothing"
 
 
+def test_stable_counts_checks_with_the_same_answer(small):
+    """Images that are told apart by hand-made answers: the head reads which answers come from the state's first row."""
+    model = small("bvit", **SMALL, steps=6)
+    answers = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1], [0, 1, 0, 1, 0, 1], [0, 0, 1, 1, 1, 0]])
+    model.initial_state = lambda x: x.new_zeros(len(x), 1, 16) + torch.arange(len(x)).view(-1, 1, 1) * 100.0
+    model.step = lambda z: z + 1
+    model.norm = nn.Identity()
+
+    def head(z):
+        image, step = z[:, 0, 0].long() // 100, z[:, 0, 0].long() % 100
+        return nn.functional.one_hot(answers[image, step - 1], 10).float()
+
+    model.forward_head = head
+    out = run(Anytime(model, "stable", 3), torch.zeros(4, 3, 32, 32))
+    assert out.steps.tolist() == [3, 4, 6, 5]
+    assert out.logits.argmax(-1).tolist() == [1, 1, 1, 1]
+
+
 def test_the_loop_knows_every_criterion(sharp, images):
     assert set(looks(sharp(), images[0])[0][1]) == set(CRITERIA)
 

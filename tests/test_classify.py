@@ -80,6 +80,9 @@ KINDS = {  # name: suffix, the picture, how it is saved, the RGB values expected
     ),
     "CMYK": ("tif", PICTURE.convert("CMYK"), {}, RGB),
     "16 bits": ("png", numbers(GREY.astype(np.uint16) * 257), {}, GREY_RGB),
+    "16 bits, transparent grey": (
+        "png", numbers(GREY.astype(np.uint16) * 257), {"transparency": 50 * 257}, where(GREY == 50, GREY_RGB)
+    ),
     "16 bits, big-endian": (
         "tif", Image.frombytes("I;16B", (48, 40), (GREY.astype(np.uint16) * 257).astype(">u2").tobytes()), {}, GREY_RGB
     ),
@@ -158,6 +161,7 @@ def cut(suffix):
     return make
 
 
+EPS = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
 BAD = {  # name: what makes the file, and what is said of it
     "missing.png": (lambda path: None, "No such file"),
     "folder.png": (lambda path: path.mkdir(), ""),  # the words are the system's
@@ -168,6 +172,7 @@ BAD = {  # name: what makes the file, and what is said of it
     "cut.jpg": (cut("JPEG"), "damaged or cut short"),
     "cut.gif": (cut("GIF"), "damaged or cut short"),
     "cut.tif": (cut("TIFF"), "damaged or cut short"),
+    "program.eps": (lambda path: path.write_text(EPS), "not a picture of a format that Pillow reads"),
     "nan.tif": (lambda path: numbers(np.full((4, 4), np.nan, np.float32)).save(path), "none of its values is finite"),
 }
 
@@ -235,7 +240,7 @@ def test_top_is_sorted_and_of_the_last_step(small):
 def test_horizon_is_the_number_of_steps(small):
     model = small("bvit")
     [short], [long] = (classify.classify(model, [PICTURE], horizon=horizon) for horizon in (3, 15))
-    assert (len(short.probabilities), len(long.probabilities), model.horizon) == (3, 15, 15)
+    assert (len(short.probabilities), len(long.probabilities), model.horizon) == (3, 15, 12)
     torch.testing.assert_close(long.probabilities[:3], short.probabilities)
 
 
@@ -263,7 +268,7 @@ def test_labels(small):
 
 
 def test_what_does_not_fit_is_an_error(small, monkeypatch):
-    with pytest.raises(ValueError, match="must be a RecurrentVisionTransformer; got Identity"):
+    with pytest.raises(ValueError, match="must be a RecurrentVisionTransformer, not wrapped in another; got Identity"):
         classify.classify(torch.nn.Identity(), [PICTURE])
     with pytest.raises(ValueError, match="in_chans=1 and num_classes=10"):
         classify.classify(small("bvit", in_chans=1), [PICTURE])
@@ -271,12 +276,28 @@ def test_what_does_not_fit_is_an_error(small, monkeypatch):
         classify.classify(small("bvit", num_classes=0), [PICTURE])
     with pytest.raises(ValueError, match="top=0 must be at least 1"):
         classify.classify(small("bvit"), [PICTURE], top=0)
-    model = small("bvit")
-    logits = torch.zeros(12, 1, 10)
-    logits[4:, 0, 3] = torch.nan
-    monkeypatch.setattr(model, "forward_steps", lambda batch: logits)
-    with pytest.raises(ValueError, match="not finite after step 5"):
+    model, step, taken = small("bvit"), small("bvit").step, []
+    monkeypatch.setattr(model, "step", lambda z: taken.append(z) or step(z) * (torch.nan if len(taken) == 5 else 1))
+    with pytest.raises(ValueError, match="not finite after step 5; give fewer steps"):
         classify.classify(model, [PICTURE])
+
+
+def test_a_state_beyond_the_range_of_its_norm_has_no_answer(small):
+    model = small("bvit_ode_rk4", field="black_box")
+    assert classify.classify(model, [PICTURE], horizon=3)
+    with pytest.raises(ValueError, match="state or logits are not finite after step"):
+        classify.classify(model, [PICTURE], horizon=150)
+
+
+def test_the_model_is_left_as_it_was(small):
+    model = small("bvit", proj_drop_rate=0.5).train()
+    model.patch_embed.eval()
+    first, again = (classify.classify(model, [PICTURE], horizon=3)[0].probabilities for _ in range(2))
+    assert first.shape == (3, 10)
+    assert torch.equal(first, again), "dropout was on"
+    assert model.training
+    assert not model.patch_embed.training
+    assert model.horizon == 12
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------
@@ -374,6 +395,35 @@ def test_bad_files_are_a_line_each_and_the_others_are_done(command, tmp_path, ca
         assert name.split("\n")[0] in line
         assert said in line
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_picture_without_an_answer_is_a_line_and_the_others_are_done(command, tmp_path, capsys, monkeypatch):
+    paths = [write("RGB", tmp_path), write("grey", tmp_path)]
+    answer = classify.classify
+
+    def one_fails(model, images, horizon):
+        if images[0].getpixel((9, 9)) == PICTURE.getpixel((9, 9)):
+            raise ValueError("state or logits are not finite after step 2; give fewer steps")
+        return answer(model, images, horizon=horizon)
+
+    monkeypatch.setattr(classify, "classify", one_fails)
+    assert main([*command, *map(str, paths)]) == 1
+    shown = capsys.readouterr()
+    assert heads(shown.out) == [str(paths[1])]
+    assert "not finite after step 2" in shown.err
+
+
+@pytest.mark.parametrize("horizon", ["0", "-1", "10001"])
+def test_a_horizon_out_of_range_is_said_once(horizon, command, tmp_path, capsys):
+    assert main([*command, "--horizon", horizon]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == f"recurrent-vit: horizon={horizon} must be an integer from 1 to 10000\n"
+
+
+def test_names_of_other_models_are_refused_before_anything_is_asked(capsys):
+    assert main(["classify", "--model", "resnet50"]) == 1
+    assert "'resnet50' is neither a folder nor a name of the zoo" in capsys.readouterr().err
 
 
 def test_if_no_picture_is_good_nothing_is_drawn(command, tmp_path, capsys):

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from datetime import date
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,8 @@ from timm.models import save_for_hf
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from recurrent_vit import cifar, dynamics, figures, measures
+from recurrent_vit import __main__ as main_module
+from recurrent_vit import cifar, dynamics, figures, measures, printing
 from recurrent_vit.__main__ import main
 from recurrent_vit.cifar import Split, normalize
 from recurrent_vit.dynamics import jacobians, measure, resolve_horizon, rows
@@ -290,8 +292,8 @@ def naive(model, split, horizon):
         heads = [model.norm(state).mean(1) for state in states]
         p = [model.head(head)[0].double().softmax(-1) for head in heads]
         no = math.nan
-        columns["norm"].append([x.square().mean().sqrt().item() for x in z])
-        columns["relative_step"].append([no] + [(u[t].norm() / z[t - 1].norm()).item() for t in range(1, horizon + 1)])
+        columns["rms"].append([x.square().mean().sqrt().item() for x in z])
+        columns["step_norm"].append([no] + [(u[t].norm() / z[t - 1].norm()).item() for t in range(1, horizon + 1)])
         columns["residual"].append([(model.vector_field(s).norm() / s.norm()).item() for s in states])
         columns["cosine"].append(
             [no, no] + [(u[t] @ u[t - 1] / u[t].norm() / u[t - 1].norm()).item() for t in range(2, horizon + 1)]
@@ -363,12 +365,25 @@ def test_each_step_is_taken_once_and_no_states_are_kept(small, split, monkeypatc
 def test_the_default_horizon_is_four_times_the_trained_one(small, split):
     assert resolve_horizon(small("bvit")) == 48
     assert resolve_horizon(small("bvit_ds", steps=2, stages=3)) == 24
-    assert resolve_horizon(small("bvit", steps=9_000)) == 10_000
+    assert resolve_horizon(small("bvit", steps=900)) == 1000
     assert measure(small("bvit", **SMALL, steps=2), split).horizon == 8
     with pytest.raises(ValueError, match="horizon=0 must be an integer from 1"):
         resolve_horizon(small("bvit"), 0)
-    with pytest.raises(ValueError, match="must be a RecurrentVisionTransformer; got Linear"):
+    with pytest.raises(ValueError, match="horizon=1001 must be at most 1000"):
+        resolve_horizon(small("bvit"), 1001)
+    with pytest.raises(ValueError, match="must be a RecurrentVisionTransformer, not wrapped in another; got Linear"):
         resolve_horizon(nn.Linear(1, 1))
+
+
+def test_models_whose_states_say_nothing_are_refused(small, split):
+    for model, message in (
+        (small("bvit").bfloat16(), r"is in torch\.bfloat16"),
+        (small("bvit", global_pool="", class_token=True), "global_pool=''"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            measure(model, split)
+        with pytest.raises(ValueError, match=message):
+            jacobians(model, split)
 
 
 def test_the_model_is_left_as_it_was(small, split):
@@ -376,7 +391,7 @@ def test_the_model_is_left_as_it_was(small, split):
     model.patch_embed.eval()
     modes, weights = [part.training for part in model.modules()], {k: v.clone() for k, v in model.state_dict().items()}
     first, again = (measure(model, split, horizon=3) for _ in range(2))
-    assert torch.equal(first.images["norm"], again.images["norm"]), "dropout was on"
+    assert torch.equal(first.images["rms"], again.images["rms"]), "dropout was on"
     jacobians(model, split, horizon=2, count=2)
     assert [part.training for part in model.modules()] == modes
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
@@ -392,7 +407,7 @@ def test_a_field_that_overflows_is_counted_and_leaves_gaps(small, split):
     first, *_, last = rows(seen, found)
     assert (first["non_finite"], last["non_finite"]) == (0, len(split))
     assert first["residual"] > 0
-    gaps = ("entropy", "norm", "relative_step", "residual", "cosine", "participation_tokens", "participation_class")
+    gaps = ("entropy", "rms", "step_norm", "residual", "cosine", "participation_tokens", "participation_class")
     assert [last[name] for name in gaps] == [None] * len(gaps)
     assert (last["top1"], last["cka_previous"], last["cka"][0]) == (0, None, None)
     json.dumps([first, last], allow_nan=False)
@@ -440,7 +455,7 @@ def test_where_jacobians_are_taken(small, split):
 @pytest.fixture
 def findings(small, split):
     model = small("bvit", **SMALL, steps=2)
-    solved = {row["method"]: found for row, found in controls(model, split, methods=["fixed point"], max_evaluations=9)}
+    solved = {row["method"]: found for row, found in controls(model, split, methods=["fixed_point"], max_evaluations=9)}
     return figures.Findings("a title", measure(model, split), jacobians(model, split, count=3), solved)
 
 
@@ -463,7 +478,7 @@ def test_pictures_show_the_numbers(findings):
     assert list(residual.get_ydata()) == pytest.approx([row["residual"] for row in rows(findings.seen)])
     (image,) = by_file["similarity.png"].axes[0].images
     assert image.get_array().shape == (9, 9)
-    solution = findings.controls["fixed point"]
+    solution = findings.controls["fixed_point"]
     assert list(by_file["controls.png"].axes[0].lines[0].get_xdata()) == list(solution.evaluations)
     before, beyond, _ = by_file["trajectories.png"].axes
     assert len(before.collections) == len(beyond.collections) == 13
@@ -493,7 +508,7 @@ def test_pictures_of_states_that_overflow(small, split, tmp_path):
     pytest.importorskip("matplotlib")
     model = small("bvit_ode_rk4", **SMALL, field="black_box")
     seen, found = measure(model, split, horizon=150), jacobians(model, split, horizon=150, steps=[0, 150], count=2)
-    solved = {row["method"]: one for row, one in controls(model, split, methods=["fixed point", "anderson"])}
+    solved = {row["method"]: one for row, one in controls(model, split, methods=["fixed_point", "anderson"])}
     figures.write(tmp_path, figures.Findings("overflows", seen, found, solved), {})
     assert len(list(tmp_path.iterdir())) == 1 + len(figures.PICTURES)
 
@@ -510,15 +525,19 @@ def test_the_command_writes_a_page_and_rows(small, split, tmp_path, monkeypatch,
     assert main([*command, "--batch-size", "5"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in shown[:6]] == ["steps", "0", "1", "2", "4", "8"]
-    assert [line.split("  ")[0] for line in shown[-3:]] == ["fixed point", "anderson", "dopri5"]
+    assert [line.split()[0] for line in shown[-3:]] == ["fixed_point", "anderson", "dopri5"]
     names = {"dynamics.md", "steps.jsonl", "controls.jsonl", *(picture.file for picture in figures.PICTURES)}
     assert {path.name for path in out.iterdir()} == names
     steps = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps] == list(range(9))
     assert all(row["count"] == 9 for row in steps)
     solvers = [json.loads(line) for line in (out / "controls.jsonl").read_text().splitlines()]
-    assert [row["method"] for row in solvers] == ["fixed point", "anderson", "dopri5"]
-    assert "8 steps (made for 2)" in (out / "dynamics.md").read_text()
+    assert [row["method"] for row in solvers] == ["fixed_point", "anderson", "dopri5"]
+    page = (out / "dynamics.md").read_text()
+    assert "8 steps (made for 2)" in page
+    assert printing.STEPS in page
+    assert printing.CONTROLS in page
+    assert f"--horizon 8 --limit 9 --device cpu`, {date.today().isoformat()}; " in page
     assert main([*command, "--horizon", "3"]) == 0
     assert len((out / "steps.jsonl").read_text().splitlines()) == 4
 
@@ -538,3 +557,9 @@ def test_a_mistake_is_one_line_and_leaves_no_folder(arguments, message, tmp_path
     assert message in shown
     assert shown.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_without_torchdiffeq_the_other_controls_are_run(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main_module._available_methods() == ["fixed_point", "anderson"]
+    assert capsys.readouterr().err == ('recurrent-vit: dopri5 is not run; it needs pip install "recurrent-vit[ode]"\n')

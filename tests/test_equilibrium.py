@@ -310,7 +310,7 @@ def test_dopri5_runs_to_the_trained_time(small, split):
 
 def test_controls_that_overflow_are_counted(small, split):
     model = small("bvit_ode_euler", **SMALL, field="black_box")
-    ((row, solution),) = controls(model, split, methods=["fixed point"], max_evaluations=200)
+    ((row, solution),) = controls(model, split, methods=["fixed_point"], max_evaluations=200)
     assert (row["converged"], row["non_finite"], row["top1"], row["residual"]) == (0, 9, 0, None)
     assert not solution.converged.any()
 
@@ -328,7 +328,7 @@ def test_the_mode_of_the_model_is_put_back(small, split):
 
 def test_controls_name_what_is_wrong_at_the_call(small, split, monkeypatch):
     model = small("bvit", **SMALL)
-    with pytest.raises(ValueError, match="method 'broyden' is unknown; known methods: fixed point, anderson, dopri5"):
+    with pytest.raises(ValueError, match="method 'broyden' is unknown; known methods: fixed_point, anderson, dopri5"):
         controls(model, split, methods=["broyden"])
     with pytest.raises(ValueError, match="count=0 must be at least 1"):
         controls(model, split, count=0)
@@ -343,4 +343,11 @@ def test_controls_name_what_is_wrong_at_the_call(small, split, monkeypatch):
     monkeypatch.setattr(equilibrium, "_import_odeint", missing)
     with pytest.raises(ImportError, match="torchdiffeq"):
         controls(model, split)
-    assert next(controls(model, split, methods=["fixed point"]))[0]["method"] == "fixed point"
+    assert next(controls(model, split, methods=["fixed_point"]))[0]["method"] == "fixed_point"
+
+
+def test_a_set_of_several_blocks_gets_fewer_evaluations(small, split):
+    for depth, most in ((1, 200), (4, 50)):
+        model = small("bvit", **SMALL, depth=depth)
+        ((row, _),) = controls(model, split, methods=["fixed_point"], tolerance=1e-12)
+        assert row["NFE"] == most

@@ -185,17 +185,17 @@ def test_a_picture_with_any_logit_not_finite_is_wrong():
     logits[0, 1, 1] = math.nan
     logits[0, 2, 0] = math.inf
     logits[0, 3, 2] = -math.inf
-    totals = dict(zip(module.COLUMNS, module._count(logits, torch.zeros(6, dtype=torch.int64))[0].tolist()))
+    totals = dict(zip(module.COLUMNS, module.tally(logits, torch.zeros(6, dtype=torch.int64))[0].tolist()))
     loss = math.log(math.exp(2) + 2) - 2
     assert totals == {"count": 6, "finite": 3, "top1": 3, "top5": 3, "loss": pytest.approx(3 * loss)}
-    row = module._statistics(**totals)
+    row = module.statistics(**totals)
     assert (row["top1"], row["non_finite"]) == (0.5, 3)
     assert row["loss"] == pytest.approx(loss)
 
 
 def test_the_loss_of_huge_finite_logits_is_finite():
     logits = torch.tensor([[[-3e38, 3e38]]])
-    totals = dict(zip(module.COLUMNS, module._count(logits, torch.tensor([0]))[0].tolist()))
+    totals = dict(zip(module.COLUMNS, module.tally(logits, torch.tensor([0]))[0].tolist()))
     assert totals["finite"] == 1
     assert totals["loss"] == pytest.approx(6e38)
 
