@@ -41,7 +41,10 @@ from . import runs, weights
 from .limits import bounded_horizon
 from .model import RecurrentVisionTransformer, ResidualBlock, check_model
 
-__all__ = ["block_to_onnx", "check_packages", "check_target", "copy_for_inference", "export_onnx", "export_program"]
+__all__ = [
+    "block_to_onnx", "check_packages", "check_target", "copy_for_inference", "export_onnx", "export_program",
+    "module_to_onnx",
+]  # fmt: skip
 
 SUFFIX = ".onnx"
 MAX_UNROLLED = 1_000  # block applications in one graph; tracing them takes time
@@ -166,10 +169,25 @@ def block_to_onnx(block: ResidualBlock, residual: bool, int8: bool = False) -> b
     Raises:
         RuntimeError: As in :func:`export_onnx`.
     """
-    module = _Block(copy.deepcopy(block), residual).eval()
-    _store_as_multiplied(module)
     x = torch.zeros(2, 3, next(block.norm1.parameters()).numel())
-    proto = _trace(module, (x,), {"x": {0: "batch", 1: "tokens"}}, "y")
+    return module_to_onnx(_Block(block, residual), x, {0: "batch", 1: "tokens"}, int8)
+
+
+def module_to_onnx(module: nn.Module, x: Tensor, dynamic: dict[int, str], int8: bool = False) -> bytes:
+    """Any module of one input and one output as the content of an ONNX file, with input `x` and output `y`.
+
+    Args:
+        module: In float32, on the CPU, in evaluation mode. It stays as it is.
+        x: An input to trace it with.
+        dynamic: Names of the dimensions of x that may change.
+        int8: Quantise the products with weights, but for those of layers called `fc2`.
+
+    Raises:
+        RuntimeError: As in :func:`export_onnx`.
+    """
+    module = copy.deepcopy(module).eval()
+    _store_as_multiplied(module)
+    proto = _trace(module, (x,), {"x": dynamic}, "y")
     if int8:
         proto = _quantised(proto, _products_to_quantise(module))
     return _finished(proto, {})

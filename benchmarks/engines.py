@@ -1,0 +1,315 @@
+"""One trained model under several engines, on the test images of CIFAR-100: how fast, and how much accuracy that costs.
+
+    python -m benchmarks.engines --data DIR                # bvit_ds; appended to results/engines.jsonl
+    python -m benchmarks.engines NAME --data DIR           # a name with weights, the folder of a run, local-dir:PATH
+    python -m benchmarks.engines --data DIR --limit 64     # a smoke run on 64 images; printed, never recorded
+
+The engines:
+
+- eager: torch, fp32. The reference.
+- compiled: each block compiled by Inductor for its shapes; frozen: its weights made constants of the compiled code
+- onnx, onnx int8: the file of `recurrent-vit export`, in ONNX Runtime
+- any-time, any-time int8: early exit (`recurrent_vit.Anytime`) of the eager model, and of the model that
+  `recurrent_vit.optimize(model, int8=True)` makes, with a threshold that was calibrated on held-out training images
+
+Two kinds of rows, by `benchmark`:
+
+- "engines": milliseconds for the same test images in batches of 1, 16 and 128, the engines in turn within a round and
+  backwards in the next; the ratio is speed. `timm_vit`, timm's own ViT of the same widths, untrained, twelve blocks,
+  runs under the same engines. gflops counts 2 * MACs for each image, of all steps, whether they were taken or not;
+  gemm_fraction is that over the rate of an fp32 matrix product of 2048^3 in the same round.
+- "engine accuracy": all test images under the engines that compute something else than eager; `lost` is the accuracy of
+  eager minus its own, its standard error that of a paired difference.
+
+Before each number the program sleeps for a moment: the threads of the engine before spin on after its work. Beside
+ONNX Runtime's threads torch is given one (`torch.set_num_threads(1)`), or the two would contend for the cores.
+It wants an otherwise idle machine.
+"""
+
+import argparse
+import copy
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import recurrent_vit
+from recurrent_vit import Anytime, calibration, cifar, evaluate, export
+
+from . import accuracy, rows
+from .cross import paired
+from .measure import TIMM_VIT, Settings, alternate, build, milliseconds, report
+from .rows import Row
+from .speed import GEMM, GEMM_SIZE
+
+__all__ = ["Engine", "accuracies", "engines", "main", "speeds", "vit_engines"]
+
+BATCHES = {1: 32, 16: 128, 128: 256}  # batch size: images a round
+LOSS = 0.0025  # of accuracy on the held-out images that early exit may cost: on others it is a little more
+SETTLE = 0.02  # seconds
+EAGER = "eager"
+EXACT = (EAGER, "compiled", "frozen", "onnx")  # their answers differ by rounding alone
+
+
+class Engine(NamedTuple):
+    """A way to compute logits.
+
+    Args:
+        logits: Images (B, 3, 32, 32) to logits (B, classes).
+        threads: Of torch while it runs; None: as many as there are.
+    """
+
+    logits: Callable[[Tensor], Tensor]
+    threads: int | None = None
+
+
+# ---- the engines -----------------------------------------------------------------------------------------------------
+
+
+def engines(model: Any, threshold: float | None) -> dict[str, Engine]:
+    """All engines of a recurrent model in evaluation mode, by name, eager first.
+
+    Args:
+        model: A `RecurrentVisionTransformer`.
+        threshold: Of confidence, for early exit.
+    """
+    fast = recurrent_vit.optimize(model, int8=True)
+    return {
+        **_torch_engines(model),
+        "onnx": _onnx_loop(model, int8=False),
+        "onnx int8": _onnx_loop(model, int8=True),
+        "any-time": Engine(partial(_early, Anytime(model, "confidence", threshold))),
+        "any-time int8": Engine(partial(_early, Anytime(fast, "confidence", threshold)), threads=1),
+    }
+
+
+def vit_engines(vit: nn.Module) -> dict[str, Engine]:
+    """The engines that a plain ViT has."""
+    return {
+        **_torch_engines(vit),
+        "onnx": _onnx_vit(vit, int8=False),
+        "onnx int8": _onnx_vit(vit, int8=True),
+    }
+
+
+def _torch_engines(model: Any) -> dict[str, Engine]:
+    return {
+        EAGER: Engine(model),
+        "compiled": Engine(_compiled(model)),
+        "frozen": Engine(_compiled(model, options={"freezing": True})),
+    }
+
+
+def _compiled(model: nn.Module, **options: Any) -> Any:
+    twin: Any = copy.deepcopy(model)
+    for block in twin.blocks:
+        block.compile(dynamic=False, **options)
+    return twin
+
+
+def _early(anytime: Anytime, images: Tensor) -> Tensor:
+    return anytime(images).logits
+
+
+def _onnx_loop(model: Any, int8: bool) -> Engine:
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "model.onnx"
+        export.export_onnx(model, file, int8=int8)
+        session = _session(file.read_bytes())
+    steps = torch.tensor(model.horizon).numpy()
+    return Engine(lambda images: _run(session, {"image": images.numpy(), "steps": steps}), threads=1)
+
+
+def _onnx_vit(vit: nn.Module, int8: bool) -> Engine:
+    session = _session(export.module_to_onnx(vit, torch.zeros(2, 3, 32, 32), {0: "batch"}, int8))
+    return Engine(lambda images: _run(session, {"x": images.numpy()}), threads=1)
+
+
+def _session(content: bytes) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+def _run(session: Any, inputs: Mapping[str, Any]) -> Tensor:
+    return torch.from_numpy(session.run(None, dict(inputs))[0])
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---- the rows --------------------------------------------------------------------------------------------------------
+
+
+def speeds(
+    name: str, ours: Mapping[str, Engine], theirs: Mapping[str, Engine], macs: int, images: Tensor, rounds: int
+) -> Iterator[Row]:
+    """Rows of "engines".
+
+    Args:
+        name: What the rows call our model.
+        ours: Its engines.
+        theirs: Those of timm's ViT.
+        macs: Multiply-accumulates for an image, of either.
+        images: (N, 3, 32, 32), normalised.
+        rounds: Even, so that each engine leads in half of them.
+    """
+    subjects = {f"{name} {engine}": one for engine, one in ours.items()}
+    subjects |= {f"{TIMM_VIT} {engine}": one for engine, one in theirs.items()}
+    square = torch.randn(GEMM_SIZE, GEMM_SIZE)
+    product = partial(torch.mm, square, square, out=torch.empty_like(square))
+    for batch, count in BATCHES.items():
+        parts = images[:count].split(batch)
+        total = sum(map(len, parts))
+        calls = {subject: partial(_time, engine, parts) for subject, engine in subjects.items()}
+        calls[GEMM] = partial(_time_call, product)
+        alternate(calls, rounds=1)  # warm-up, and compilation for this batch size
+        times = alternate(calls, rounds)
+        gemm = [2 * GEMM_SIZE**3 / (1e6 * value) for value in times.pop(GEMM)]
+        per_batch = {subject: [value * batch / total for value in values] for subject, values in times.items()}
+        for row in rows.compared_cells("engines", per_batch, batch=batch, images=total):
+            rates = [2 * macs * batch / (1e6 * value) for value in per_batch[row["subject"]]]
+            fractions = [rate / most for rate, most in zip(rates, gemm)]
+            yield {**row, "gflops": round(median(rates), 1), "gemm_fraction": round(median(fractions), 4)}
+
+
+def _time(engine: Engine, parts: Sequence[Tensor]) -> float:
+    """Milliseconds for all of the parts."""
+    with _threads(engine.threads), torch.inference_mode():
+        return _time_call(lambda: [engine.logits(part) for part in parts])
+
+
+def _time_call(call: Callable[[], object]) -> float:
+    time.sleep(SETTLE)
+    return milliseconds(call, Settings())
+
+
+def accuracies(name: str, ours: Mapping[str, Engine], split: cifar.Split, batch: int = 128) -> Iterator[Row]:
+    """Rows of "engine accuracy": of eager, and of the engines that compute something else."""
+    reference: Tensor | None = None
+    for engine, one in ours.items():
+        if engine != EAGER and engine in EXACT:
+            continue
+        classes = _classes(one, split, batch, engine)
+        reference = classes if reference is None else reference
+        p = (classes == split.labels).double().mean().item()
+        yield {
+            "benchmark": "engine accuracy",
+            "subject": f"{name} {engine}",
+            "top1": p,
+            "top1_stderr": evaluate.standard_error(p, len(split)),
+            **paired(classes, reference, split.labels),
+            "count": len(split),
+        }
+
+
+def _classes(engine: Engine, split: cifar.Split, batch: int, name: str) -> Tensor:
+    found = []
+    parts = split.images.split(batch)
+    with _threads(engine.threads), torch.inference_mode():
+        for part in evaluate.progress_bar(parts, name, len(parts), shown=True):
+            logits = engine.logits(cifar.normalize(part))
+            found.append(logits.argmax(-1).masked_fill(~logits.isfinite().all(-1), -1))
+    return torch.cat(found)
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, and append the rows when all is done, or print them if --limit is given."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        subject, model, held, test = _prepare(arguments)
+    except (OSError, ValueError, ImportError) as error:
+        parser.error(str(error))
+    origin = {**rows.provenance("cpu", _command(arguments, subject.name)), "sha256": subject.sha256}
+    threshold = calibration.calibrate(model, held, "confidence", LOSS, batch_size=128, progress=True).threshold
+    origin["threshold"] = threshold
+    ours = engines(model.eval(), threshold)
+    theirs = vit_engines(build(TIMM_VIT, Settings()).eval())
+    measured: list[Row] = []
+    for row in speeds(subject.name, ours, theirs, model.macs, cifar.normalize(test.images[:256]), arguments.rounds):
+        measured.append({**row, **origin})
+        report(f"  {row['subject']} x{row['batch']}: {row['images_per_s']:,.0f} images/s, {_ratio(row)}")
+    for row in accuracies(subject.name, ours, test):
+        measured.append({**row, **origin})
+        report(f"  {row['subject']}: {100 * row['top1']:.2f} %, {100 * row['lost']:.2f} points lost")
+    _record(measured, arguments)
+
+
+def _ratio(row: Row) -> str:
+    return f"{row['ratio']:.3f} x {row['reference']}" if row["reference"] else "the reference"
+
+
+def _record(measured: list[Row], arguments: argparse.Namespace) -> None:
+    if arguments.limit:
+        sys.stdout.writelines(json.dumps(row) + "\n" for row in measured)
+        return
+    out = arguments.out or rows.RESULTS / "engines.jsonl"
+    rows.append(out, measured)
+    report(f"{len(measured)} rows appended to {out}")
+
+
+def _prepare(arguments: argparse.Namespace) -> tuple[accuracy.Subject, Any, cifar.Split, cifar.Split]:
+    """All that is needed, checked before the minutes that it takes."""
+    for option in ("rounds", "limit"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise ValueError(f"--{option} {value}: give at least 1")
+    if arguments.limit and arguments.out:
+        raise ValueError(f"--limit {arguments.limit}: such rows are not recorded; leave --out away")
+    if arguments.out and not arguments.out.parent.is_dir():
+        raise FileNotFoundError(f"--out {str(arguments.out)!r}: there is no folder {str(arguments.out.parent)!r}")
+    export.check_packages("onnx", "onnxscript", "onnxruntime")
+    subject = accuracy.resolve(arguments.name)
+    model = accuracy.load(subject)
+    train, test = cifar.load(arguments.data, "train"), cifar.load(arguments.data, "test")
+    held = train[cifar.held_out(train.labels, calibration.HELD_OUT)[1]]
+    return subject, model, held[: arguments.limit], test[: arguments.limit]
+
+
+def _command(arguments: argparse.Namespace, name: str) -> str:
+    """The command that measures it again, without the paths of one machine: the folder of the data is called DIR."""
+    words = ["python", "-m", "benchmarks.engines", name, "--data", "DIR"]
+    for option in ("rounds", "limit"):
+        if getattr(arguments, option) != _parser().get_default(option):
+            words += [f"--{option}", str(getattr(arguments, option))]
+    return shlex.join(words)
+
+
+def _parser() -> argparse.ArgumentParser:
+    first = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=first)
+    parser.add_argument("name", metavar="NAME", nargs="?", default="bvit_ds", help="default: %(default)s")
+    parser.add_argument("--data", metavar="DIR", help="folder of CIFAR-100 (default: the variable RECURRENT_VIT_DATA)")
+    parser.add_argument("--rounds", type=int, default=6, help="of the timing; even (default: %(default)s)")
+    parser.add_argument("--limit", type=int, metavar="N", help="a smoke run on the first N images, only printed")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="append to (default: benchmarks/results/engines.jsonl)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    main()

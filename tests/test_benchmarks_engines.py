@@ -1,0 +1,141 @@
+"""The engines give the model's answers, and the rows say what was measured."""
+
+import json
+
+import pytest
+import timm
+import torch
+
+import recurrent_vit  # noqa: F401 (registers the names)
+from benchmarks import accuracy, engines, rows
+from benchmarks.measure import TIMM_VIT, Settings, build
+from recurrent_vit import cifar
+
+TINY = {"embed_dim": 16, "num_heads": 2, "patch_size": 8}
+
+
+@pytest.fixture(autouse=True)
+def _no_compiler(monkeypatch):
+    """Compiling takes minutes and is torch's own: here a compiled block is the block."""
+    monkeypatch.setattr(engines, "_compiled", lambda model, **options: model)
+    monkeypatch.setattr(engines, "SETTLE", 0)
+    monkeypatch.setattr(engines, "GEMM_SIZE", 64)
+    monkeypatch.setattr(engines, "BATCHES", {1: 2, 4: 8})
+
+
+@pytest.fixture
+def model(small):
+    return small("bvit", **TINY, num_classes=100, steps=4)
+
+
+@pytest.fixture
+def split():
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(256, (12, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    return cifar.Split(images, torch.randint(100, (12,), generator=generator))
+
+
+@pytest.fixture
+def vit():
+    return build(TIMM_VIT, Settings(model={**TINY, "depth": 2})).eval()
+
+
+def test_every_engine_computes_the_logits_of_the_model(model, split):
+    images = cifar.normalize(split.images)
+    ours = engines.engines(model, None)
+    assert list(ours) == ["eager", "compiled", "frozen", "onnx", "onnx int8", "any-time", "any-time int8"]
+    with torch.inference_mode():
+        expected = model(images)
+        for name, engine in ours.items():
+            found, allowed = engine.logits(images), 0.1 if "int8" in name else 1e-5
+            assert (found - expected).norm() < allowed * expected.norm(), name
+        assert not torch.equal(ours["onnx int8"].logits(images), ours["onnx"].logits(images))
+
+
+def test_every_engine_computes_the_logits_of_a_vit(vit, split):
+    images = cifar.normalize(split.images)
+    with torch.inference_mode():
+        expected = vit(images)
+        for name, engine in engines.vit_engines(vit).items():
+            found, allowed = engine.logits(images), 0.1 if "int8" in name else 1e-5
+            assert (found - expected).norm() < allowed * expected.norm(), name
+
+
+def test_speeds_have_a_row_for_each_engine_and_batch(model, vit, split):
+    ours, theirs = engines.engines(model, 0.5), engines.vit_engines(vit)
+    measured = list(engines.speeds("m", ours, theirs, 10**9, cifar.normalize(split.images), rounds=2))
+    assert [(row["batch"], row["subject"]) for row in measured] == [
+        (batch, subject)
+        for batch in (1, 4)
+        for subject in ([f"m {e}" for e in ours] + [f"timm_vit {e}" for e in theirs])
+    ]
+    for row in measured:
+        assert row["reference"] == (None if row["subject"] == "m eager" else "m eager")
+        assert row["images"] == {1: 2, 4: 8}[row["batch"]]
+        assert row["images_per_s"] == pytest.approx(1000 * row["batch"] / row["median"], rel=1e-2)
+        assert row["gflops"] == pytest.approx(2 * 10**9 * row["batch"] / (1e6 * row["median"]), rel=0.5)
+        assert row["gemm_fraction"] > 0
+
+
+def test_accuracies_are_paired_with_eager(model, split):
+    ours = engines.engines(model, 0.0)  # everything leaves after the first step
+    found = {row["subject"]: row for row in engines.accuracies("m", ours, split, batch=5)}
+    assert list(found) == ["m eager", "m onnx int8", "m any-time", "m any-time int8"]
+    with torch.inference_mode():
+        images = cifar.normalize(split.images)
+        eager, first = model(images).argmax(-1), model.forward_steps(images)[0].argmax(-1)
+    assert found["m eager"]["top1"] == pytest.approx((eager == split.labels).double().mean().item())
+    assert (found["m eager"]["lost"], found["m eager"]["agreement"]) == (0, 1)
+    assert found["m any-time"]["agreement"] == pytest.approx((eager == first).double().mean().item())
+    assert all(row["count"] == 12 for row in found.values())
+
+
+def test_threads_of_torch_are_put_back():
+    before = torch.get_num_threads()
+    with pytest.raises(KeyError), engines._threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+        raise KeyError
+    assert torch.get_num_threads() == before
+
+
+@pytest.fixture
+def loaded(model, split, monkeypatch):
+    monkeypatch.setattr(engines, "build", lambda name, settings: timm.create_model("bvit", **TINY, num_classes=100))
+    monkeypatch.setattr(accuracy, "resolve", lambda name: accuracy.Subject(name, name, "0" * 64))
+    monkeypatch.setattr(accuracy, "load", lambda subject: model)
+    monkeypatch.setattr(cifar, "load", lambda root, part: split)
+    monkeypatch.setattr(cifar, "held_out", lambda labels, count: (None, torch.arange(6)))
+
+
+@pytest.mark.usefixtures("loaded")
+def test_the_program_appends_rows_with_their_origin(tmp_path):
+    out = tmp_path / "engines.jsonl"
+    engines.main(["bvit", "--data", "/secret", "--rounds", "2", "--out", str(out)])
+    measured = list(rows.read(out))
+    assert {row["benchmark"] for row in measured} == {"engines", "engine accuracy"}
+    assert {row["command"] for row in measured} == {"python -m benchmarks.engines bvit --data DIR --rounds 2"}
+    assert all(row["sha256"] == "0" * 64 and "threshold" in row for row in measured)
+    assert "/secret" not in out.read_text()
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_smoke_run_is_printed(capsys):
+    engines.main(["bvit", "--limit", "4", "--rounds", "1"])
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["count"] for row in printed if row["benchmark"] == "engine accuracy"} == {4}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rounds", "0"], "--rounds 0: give at least 1"),
+        (["--limit", "0"], "--limit 0: give at least 1"),
+        (["--limit", "1", "--out", "x"], "such rows are not recorded"),
+        (["--out", "no/such/x.jsonl"], "there is no folder"),
+        (["bvitt"], "bvitt"),
+    ],
+)
+def test_wrong_usage_is_one_line(options, message, capsys):
+    with pytest.raises(SystemExit):
+        engines.main(options)
+    assert message in capsys.readouterr().err
