@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import timm
-import torch
 
 from recurrent_vit import RecurrentVisionTransformer, cifar, evaluate, runs, weights
 
 from . import figures, rows
 from .measure import report
 from .rows import Row
+from .usage import check_device, check_out, usage_errors
 
 __all__ = [
     "BENCHMARK", "HORIZONS", "Subject", "check_places", "command", "load", "main", "measure", "resolve", "resolve_all",
@@ -145,10 +145,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate one checkpoint after another, and append the rows of each, or print them if --limit is given."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    try:
+    with usage_errors(parser):
         subjects, models, split = _prepare(arguments)
-    except (OSError, ValueError, ImportError) as error:
-        parser.error(str(error))
     out = None if arguments.limit else arguments.out or rows.RESULTS / "accuracy.jsonl"
     origin = rows.provenance(arguments.device, command(arguments, subjects))
     options = {name: getattr(arguments, name) for name in ("device", "precision", "batch_size")}
@@ -214,10 +212,9 @@ def check_places(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError, OSError, ImportError: One will not; says which.
     """
-    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {arguments.device}: torch finds no CUDA device")
-    if arguments.out and not arguments.out.parent.is_dir():
-        raise FileNotFoundError(f"--out {str(arguments.out)!r}: there is no folder {str(arguments.out.parent)!r}")
+    check_device(arguments.device)
+    if arguments.out:
+        check_out(arguments.out)
     if arguments.plot:
         evaluate.check_plot(arguments.plot)
 

@@ -37,6 +37,7 @@ from recurrent_vit.anytime import Anytime
 from . import accuracy, rows
 from .measure import Settings, alternate, infer, milliseconds, report
 from .rows import Row
+from .usage import usage_errors
 
 __all__ = ["BATCH", "LOSSES", "main", "outcomes", "times"]
 
@@ -108,10 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and append the rows when all is done, or print them if --limit is given."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    try:
+    with usage_errors(parser):
         subject, model, held, test = _prepare(arguments)
-    except (OSError, ValueError, ImportError) as error:
-        parser.error(str(error))
     origin = rows.provenance(arguments.device, _command(arguments, subject.name))
     origin["sha256"] = subject.sha256
     measured: list[Row] = []

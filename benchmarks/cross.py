@@ -42,6 +42,7 @@ from . import accuracy, figures, rows
 from .accuracy import Subject
 from .measure import report
 from .rows import Row
+from .usage import usage_errors
 
 __all__ = [
     "BENCHMARK", "KEYS", "SOLVERS", "STEP_SIZES", "Setting", "command", "default_names", "draw", "is_trained_setting",
@@ -274,10 +275,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Evaluate one checkpoint after another, and append the rows of each when all its passes are done."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    try:
+    with usage_errors(parser):
         subjects, models, split = _prepare(arguments)
-    except (OSError, ValueError, ImportError) as error:
-        parser.error(str(error))
     out = arguments.out or rows.RESULTS / "cross.jsonl"
     origin = rows.provenance(arguments.device, command(arguments, subjects))
     for subject, model in zip(subjects, models):

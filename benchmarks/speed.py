@@ -50,6 +50,7 @@ from .measure import (
     training_update,
 )
 from .rows import Row
+from .usage import check_device, usage_errors
 
 INFERENCE = ("vit_cifar", "bvit")  # each against TIMM_VIT
 ODE = {"bvit_ode_euler": "euler", "bvit_ode_heun": "heun2", "bvit_ode_rk4": "rk4"}  # variant: torchdiffeq's method
@@ -219,8 +220,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--only: unknown {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
     if arguments.threads < 1 or (arguments.rounds is not None and arguments.rounds < 1):
         parser.error("--rounds and --threads must be at least 1")
-    if arguments.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(f"--device {arguments.device}: torch finds no CUDA device")
+    with usage_errors(parser):
+        check_device(arguments.device)
     return arguments
 
 

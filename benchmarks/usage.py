@@ -1,0 +1,55 @@
+"""What the programs check of their arguments, and how they tell of a mistake: in one line, before the long work."""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from recurrent_vit import weights
+
+__all__ = ["check_device", "check_out", "usage_errors"]
+
+
+@contextmanager
+def usage_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """While entered, what a user can mend (an argument, a file, a package) ends the program as wrong usage does.
+
+    It is for the preparation alone: an error of the work itself wants its traceback.
+
+    Example:
+        >>> with usage_errors(argparse.ArgumentParser(prog="python -m benchmarks.speed")):
+        ...     check_device("gpu")
+        Traceback (most recent call last):
+        ...
+        SystemExit: 2
+    """
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        parser.error(str(error))
+
+
+def check_device(text: str) -> None:
+    """Whether there is such a device.
+
+    Raises:
+        ValueError: torch knows none of that name, or finds none here.
+    """
+    if text.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {text}: torch finds no CUDA device")
+    try:
+        torch.empty(0, device=text)
+    except (RuntimeError, AssertionError) as error:  # the latter from a build of torch without that kind
+        raise ValueError(f"--device {text}: {weights.first_line(error)}") from error
+
+
+def check_out(path: Path) -> None:
+    """Whether rows could be appended to that file.
+
+    Raises:
+        FileNotFoundError: Its folder doesn't exist.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--out {str(path)!r}: there is no folder {str(path.parent)!r}")
