@@ -1,4 +1,4 @@
-"""The paper's protocol on one large GPU in minutes: every update is one replay of a captured CUDA graph.
+"""The paper's protocol on one GPU: every update is one replay of a captured CUDA graph.
 
     python -m benchmarks.paper bvit --data DIR --out runs/bvit.paper --seed 0
     python -m benchmarks.paper bvit --data DIR --out runs/smoke --epochs 1 --device cpu    # the same, not captured
@@ -6,7 +6,7 @@
 It trains what `recurrent-vit train NAME --recipe paper` trains: the same initial weights, the same images in the same
 order with the same shifts and flips, the same optimizer, schedule and moving average. Dropout draws from another
 stream, and a batch is not cut into micro-batches. The folder is one of `recurrent_vit.runs`: `recurrent-vit evaluate`
-and `stage` take it.
+takes it from the first epoch on, `recurrent-vit stage` when the last is done.
 
 What is notable:
 
@@ -14,19 +14,24 @@ What is notable:
   works on the epoch before, and cross over in one piece. An update finds its rows by a counter on the device, so
   nothing passes between the two but the launch of the graph.
 - bfloat16 autocast over float32 weights, blocks compiled, TF32 for what is left in float32.
-- After every epoch the averaged weights are written, whole or not at all, and a line of the history: loss, and the test
-  accuracy of the average. The accuracy to report is the last one; the best of all epochs, which the paper reports, is
-  chosen on the test set, and is printed as such.
-- No epoch begins that would end after --seconds: what is there by then is the result.
+- After every epoch the averaged weights are written, each file whole or not at all, with what is known of them, and a
+  line of the history: loss, and the test accuracy of the average. The accuracy to report is the last one; the best of
+  all epochs, which the paper reports, is chosen on the test set, and is printed as such.
+- With --seconds no epoch begins that would end after them. What is there by then stays, and says how far it came, as
+  after a crash; there is no resuming.
 """
 
 import argparse
+import json
 import math
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,8 +44,11 @@ from torch import Tensor
 from recurrent_vit import cifar, evaluate, runs, train
 from recurrent_vit.losses import backward_stages
 from recurrent_vit.recipes import PFLOP, RECIPES, Recipe, make_plan
+from recurrent_vit.zoo import VARIANTS
 
-__all__ = ["Captured", "Epoch", "draw_epoch", "main", "run"]
+from .usage import check_device, usage_errors
+
+__all__ = ["Captured", "Epoch", "command", "draw_epoch", "main", "run", "weights"]
 
 WARM_UP = 3  # updates before the capture: compilation, lazily made state, autotuning
 
@@ -67,12 +75,15 @@ class Captured:
 
     Args:
         name: A name of the zoo.
-        recipe: Of one phase, without Muon.
+        recipe: Like `paper`: one phase of AdamW whose average is published.
         split: Training images, on the device.
         seed: Of initial weights, order, augmentation and dropout.
         precision: "fp32" or "bf16".
         compile: Compile the blocks.
         model_kwargs: Arguments of `timm.create_model`.
+
+    Raises:
+        ValueError: The recipe has what the captured update doesn't do, or no whole update; or a seed out of range.
     """
 
     name: str
@@ -85,10 +96,13 @@ class Captured:
 
     def __post_init__(self) -> None:
         recipe, kwargs = self.recipe, self.model_kwargs or {}
+        _check(recipe)
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed} must be from 0 to 2^32 - 1")
         (self.leg,) = make_plan(self.name, recipe, len(self.split), **kwargs)
-        if recipe.muon_lr or recipe.clip is not None:
-            raise ValueError(f"recipe {recipe.name!r}: Muon and clipping are not captured")
         self.device = self.split.images.device
+        if self.on_gpu:
+            torch.cuda.set_device(self.device)  # streams and graphs are made on the current one
         torch.manual_seed(self.seed)
         model: Any = timm.create_model(
             self.name, **{**kwargs, **self.leg.model_args, "dynamic_img_size": True, "proj_drop_rate": recipe.dropout}
@@ -96,7 +110,7 @@ class Captured:
         with torch.no_grad():
             model.head.weight.mul_(recipe.head_scale)
         self.model = model.to(self.device).train()
-        self.ema = ModelEmaV3(self.model, decay=recipe.ema_decay, use_warmup=recipe.ema_warmup)
+        self.ema = ModelEmaV3(self.model, decay=recipe.ema_decay)
         self.optimizer = train.make_optimizer(self.model, recipe)
         self.augmentation = recipe.augmentation(self.leg.phase)
         self.mean, self.std = (torch.tensor(row, device=self.device).view(3, 1, 1) for row in (cifar.MEAN, cifar.STD))
@@ -122,7 +136,10 @@ class Captured:
         return self.device.type == "cuda"
 
     def update(self, number: int) -> None:
-        """One update, the `number`-th (from 1) for the average, which begins with the weights after the first."""
+        """One update, the `number`-th (from 1) for the average, which begins with the weights after the first.
+
+        From the second on the number plays no part: one graph serves them all.
+        """
         k = self.done % self.leg.per_epoch
         rows, offsets, mirrored = (column.index_select(0, k)[0] for column in self.epoch)
         factor = self.factors.index_select(0, self.done)[0]
@@ -152,37 +169,51 @@ class Captured:
         """Make the graph of one update; without a GPU, None. The state is afterwards what it was at the start."""
         if not self.on_gpu:
             return None
-        start = [tensor.clone() for tensor in self._weights()]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                self.update(2)
+            start = self.rehearse()
         torch.cuda.current_stream().wait_stream(stream)
-        self.optimizer.zero_grad(set_to_none=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.update(2)
-        for tensor, value in zip(self._weights(), start):
+        self.restore(start)
+        return graph
+
+    def rehearse(self) -> list[Tensor]:
+        """Make `WARM_UP` updates, each in the place of the first; gives the weights from before, for `restore`."""
+        start = [tensor.clone() for tensor in self._weights()]
+        for _ in range(WARM_UP):
+            self.done.zero_()  # a plan may have fewer updates
+            self.update(2)
+        self.optimizer.zero_grad(set_to_none=True)
+        return start
+
+    def restore(self, start: Sequence[Tensor]) -> None:
+        """Put the weights back, and optimizer, counter and loss to their start; all tensors stay where they are."""
+        for tensor, value in zip(self._weights(), start, strict=True):
             tensor.copy_(value)
         for state in self.optimizer.state.values():
             for tensor in state.values():
                 tensor.zero_()
         self.done.zero_()
         self.loss.zero_()
-        return graph
 
     def _weights(self) -> list[Tensor]:
-        return [parameter.data for model in (self.model, self.ema.module) for parameter in model.parameters()]
+        return [tensor for model in (self.model, self.ema.module) for tensor in model.state_dict().values()]
 
-    def epochs(self) -> Iterator[tuple[int, float]]:
-        """Train; gives (number of updates, mean loss) after every epoch, the last of which may be short."""
+    def epochs(self) -> Iterator[tuple[int, float, float]]:
+        """Train; gives (updates so far, mean loss, seconds of training) after every epoch; the last may be short.
+
+        The seconds are of the epoch alone, data included, capture not.
+        """
         graph = self.capture()
         torch.manual_seed(self.seed)
         size = self.leg.phase.batch_size
         with ThreadPoolExecutor(1) as ahead:  # draws the next epoch while the device works on this one
             drawn = ahead.submit(draw_epoch, len(self.split), size, self.augmentation, 0, self.seed)
             for epoch in range(math.ceil(self.leg.updates / self.leg.per_epoch)):
+                begin = time.monotonic()
                 for mine, new in zip(self.epoch, drawn.result()):
                     mine.copy_(new)
                 drawn = ahead.submit(draw_epoch, len(self.split), size, self.augmentation, epoch + 1, self.seed)
@@ -194,51 +225,121 @@ class Captured:
                         self.update(number)
                     else:
                         graph.replay()
-                yield first + count, self.loss.item() / count
+                loss = self.loss.item() / count  # waits for the device
+                yield first + count, loss, time.monotonic() - begin
+
+
+def _check(recipe: Recipe) -> None:
+    """Refuse a recipe with anything that one captured update, replayed, doesn't do; all of it is named."""
+    augmentation = recipe.augmentation(recipe.phases[0])
+    lacking = {
+        "several phases": len(recipe.phases) > 1,
+        "a fraction of the steps": any(phase.fraction != 1 for phase in recipe.phases),
+        "a phase without an average": not all(phase.ema for phase in recipe.phases),
+        "muon_lr": bool(recipe.muon_lr),
+        "clip": recipe.clip is not None,
+        "ema_warmup": recipe.ema_warmup,  # the decay of an update would be replayed for ever
+        "publish other than 'ema'": recipe.publish != "ema",
+        "whiten": recipe.whiten,
+        "rand_ops": bool(augmentation.rand_ops),
+        "erase": bool(augmentation.erase),
+    }
+    if found := [name for name, there in lacking.items() if there]:
+        raise ValueError(f"recipe {recipe.name!r} cannot be captured: {', '.join(found)}; use recurrent-vit train")
 
 
 def run(
-    captured: Captured, test: cifar.Split, folder: Path, seconds: float, batch_size: int = 1000
+    captured: Captured,
+    test: cifar.Split,
+    folder: Path,
+    seconds: float | None = None,
+    command: str = "",
+    batch_size: int = 1000,
 ) -> Iterator[dict[str, Any]]:
-    """Train into a folder of `runs`; gives a row after every epoch. Weights and history are there after each of them.
+    """Train into a folder of `runs`; gives a row after every epoch, when weights, facts and history are there.
+
+    Args:
+        captured: What to train.
+        test: Images to evaluate the average on, on the device.
+        folder: Of the run; open.
+        seconds: No epoch begins that would end after them; None for no such guard. The first epoch is always run, and
+            the longest from the second on says how long the next will take: the first compiles the evaluation.
+        command: That makes the run, for its facts.
+        batch_size: Of the evaluation.
+
+    Returns:
+        An iterator of rows, the lines of the history. They are those of `recurrent-vit train`, with test_top1 of the
+        average; seconds are since the start, with capture and evaluation, images_per_second of the training alone.
 
     Raises:
         FloatingPointError: The loss is not finite; the weights of the epoch before stay.
     """
-    start, longest, before = time.monotonic(), 0.0, 0.0
-    leg = captured.leg
-    for updates, loss in captured.epochs():
+    begin, before, longest, done = time.monotonic(), 0.0, 0.0, 0
+    planned = captured.leg.updates
+    for updates, loss, spent in captured.epochs():
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss} in the epoch that ends with update {updates}")
         (accuracy,) = evaluate.evaluate(
             captured.ema.module, test, batch_size=batch_size, precision=captured.precision, horizons=None
         )
-        now = time.monotonic() - start
-        longest, elapsed = max(longest, now - before), now - before
-        before = now
+        now = time.monotonic() - begin
+        images = (updates - done) * captured.leg.phase.batch_size
         row = {
-            "update": updates,
-            "leg": 0,
-            "size": leg.phase.size,
-            "epoch": round(updates / leg.per_epoch, 3),
-            "pflop": round(updates * leg.flop_per_update / PFLOP, 6),
+            **_progress(captured, updates),
             "seconds": round(now, 2),
             "loss": round(loss, 5),
-            "lr_factor": round(captured.recipe.learning_rate(updates / leg.updates), 5),
-            "images_per_second": round(leg.per_epoch * leg.phase.batch_size / elapsed, 1),
+            "images_per_second": round(images / max(spent, 1e-9), 1),
             "test_top1": accuracy["top1"],
         }
         runs.append_history(folder, row)
-        _save(captured, folder / "model.safetensors")
+        _save(captured, folder, _facts(captured, row, command))
         yield row
-        if updates < leg.updates and now + longest > seconds:
-            print(f"stopped after update {updates} of {leg.updates}: {seconds:g} seconds are over", file=sys.stderr)
+        longest = max(longest, now - before) if done else 0.0
+        before, done = now, updates
+        if seconds is not None and updates < planned and now + longest > seconds:
+            print(f"stopped after update {updates} of {planned}: {seconds:g} seconds are over", file=sys.stderr)
             return
 
 
-def _save(captured: Captured, path: Path) -> None:
+def _progress(captured: Captured, updates: int) -> dict[str, Any]:
+    leg = captured.leg
+    return {
+        "update": updates,
+        "leg": 0,
+        "size": leg.phase.size,
+        "epoch": round(updates / leg.per_epoch, 3),
+        "pflop": round(updates * leg.flop_per_update / PFLOP, 6),
+        "lr_factor": round(captured.recipe.learning_rate(updates / leg.updates), 5),
+    }
+
+
+def _facts(captured: Captured, row: dict[str, Any], command: str) -> dict[str, Any]:
+    """The content of run.json: what `runs` has there, how far the run came, and what made it."""
+    return {
+        "name": captured.name,
+        "model_kwargs": captured.model_kwargs or {},
+        "recipe": captured.recipe.name,
+        "settings": repr(captured.recipe),
+        "pflop": row["pflop"],
+        "updates": row["update"],
+        "planned_updates": captured.leg.updates,
+        "seed": captured.seed,
+        "images": len(captured.split),
+        "precision": captured.precision,
+        "command": command,
+        "seconds": row["seconds"],
+        "hardware": runs.hardware(captured.device),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "versions": runs.versions(),
+    }
+
+
+def _save(captured: Captured, folder: Path, facts: dict[str, Any]) -> None:
+    """Write the weights, then run.json: it never says more updates than the weights have."""
     content = safetensors.torch.save(weights(captured), metadata={"format": "pt"})
-    runs.write_atomically(path, lambda file: file.write(content))
+    runs.write_atomically(folder / "model.safetensors", lambda file: file.write(content))
+    text = json.dumps(facts, indent=2) + "\n"
+    runs.write_atomically(folder / "run.json", lambda file: file.write(text.encode()))
 
 
 def weights(captured: Captured) -> dict[str, Tensor]:
@@ -253,47 +354,61 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Train one model, and print its last and its best accuracy."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    device = torch.device(arguments.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device {arguments.device}: torch finds no CUDA device")
-    torch.set_float32_matmul_precision("high")
-    recipe = RECIPES["paper"] if arguments.epochs is None else replace(RECIPES["paper"], epochs=arguments.epochs)
-    precision = arguments.precision or ("bf16" if device.type == "cuda" else "fp32")
-    split, test = (cifar.load(arguments.data, part) for part in ("train", "test"))
-    with runs.open_folder(arguments.out, resume=False) as folder:
-        captured = Captured(
-            arguments.name, recipe, split.to(device), arguments.seed, precision, compile=device.type == "cuda"
-        )
-        rows = []
-        for row in run(captured, test.to(device), folder, arguments.seconds):
-            rows.append(row)
+    with ExitStack() as stack:
+        with usage_errors(parser):
+            captured, test, folder = _prepare(arguments, stack)
+        if captured.on_gpu:
+            torch.set_float32_matmul_precision("high")
+        found = []
+        for row in run(captured, test, folder, arguments.seconds, command(arguments)):
+            found.append(row)
             print(
                 f"epoch {row['epoch']:g}: {row['seconds']:.1f} s, loss {row['loss']:.4f}, "
                 f"test top-1 {100 * row['test_top1']:.2f} %",
                 flush=True,
             )
-        _finish(captured, folder, rows)
-    best = max(rows, key=lambda row: row["test_top1"])
+        runs.plot_history(folder)
+    best = max(found, key=lambda row: row["test_top1"])
     print(
-        f"{arguments.name}: last {100 * rows[-1]['test_top1']:.2f} %; best, chosen on the test set, "
+        f"{arguments.name}: last {100 * found[-1]['test_top1']:.2f} %; best, chosen on the test set, "
         f"{100 * best['test_top1']:.2f} % (epoch {best['epoch']:g})"
     )
 
 
-def _finish(captured: Captured, folder: Path, rows: list[dict[str, Any]]) -> None:
-    facts = {
-        "name": captured.name,
-        "model_kwargs": captured.model_kwargs or {},
-        "recipe": captured.recipe.name,
-        "settings": repr(captured.recipe),
-        "pflop": rows[-1]["pflop"],
-        "seed": captured.seed,
-        "images": len(captured.split),
-        "precision": captured.precision,
-        "seconds": rows[-1]["seconds"],
-        "hardware": runs.hardware(captured.device),
-    }
-    runs.write_result(folder, weights(captured), facts)
+def command(arguments: argparse.Namespace) -> str:
+    """The command that trains it again, without the paths of one machine; the guard on the clock plays no part."""
+    words = [arguments.name, "--data", "DIR", "--out", f"runs/{arguments.name}", "--seed", str(arguments.seed)]
+    for option in ("epochs", "device", "precision"):
+        value = getattr(arguments, option)
+        if value != _parser().get_default(option):
+            words += [f"--{option}", str(value)]
+    return shlex.join(["python", "-m", "benchmarks.paper", *words])
+
+
+def _prepare(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Captured, cifar.Split, Path]:
+    """Whatever can go wrong, before the work; the folder is kept for this run until the stack is closed."""
+    _check_arguments(arguments)
+    runs.import_figure()  # what draws the learning curve at the end, and
+    runs.versions()  # what run.json says of the packages: if it is missing, that must show now
+    on_gpu = arguments.device.startswith("cuda")
+    recipe = RECIPES["paper"] if arguments.epochs is None else replace(RECIPES["paper"], epochs=arguments.epochs)
+    precision = arguments.precision or ("bf16" if on_gpu else "fp32")
+    split, test = (cifar.load(arguments.data, part).to(arguments.device) for part in ("train", "test"))
+    captured = Captured(arguments.name, recipe, split, arguments.seed, precision, compile=on_gpu)
+    folder = stack.enter_context(runs.open_folder(arguments.out, resume=False))
+    return captured, test, folder
+
+
+def _check_arguments(arguments: argparse.Namespace) -> None:
+    if arguments.name not in VARIANTS:
+        raise ValueError(f"NAME {arguments.name!r} is not a name of the zoo ({', '.join(VARIANTS)})")
+    check_device(arguments.device)
+    for option in ("epochs", "seconds"):
+        value = getattr(arguments, option)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{option} {value:g}: give a number above 0")
+    if any(runs.read_history(Path(arguments.out))):
+        raise FileExistsError(f"--out {arguments.out!r} holds a run already; give another")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -304,7 +419,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the run")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--epochs", type=float, help="default: the recipe's 200")
-    parser.add_argument("--seconds", type=float, default=540.0, help="the guard on the clock (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="begin no epoch that would end after them (default: no limit)")
     parser.add_argument("--device", default="cuda", help="default: %(default)s")
     parser.add_argument("--precision", choices=evaluate.PRECISIONS, help="default: bf16 on a GPU, fp32 elsewhere")
     return parser
