@@ -5,7 +5,8 @@
     hub/bvit.short_c100/README.md           the card
 
 All three are functions of the run: staging it again gives the same bytes. Configuration and card are functions of the
-checkpoint's row alone (`weights.Checkpoint`), so what they say is what the manifest says.
+checkpoint's row (`weights.Checkpoint`), so what they say is what the manifest says; of a run that another program than
+`recurrent-vit train` made, the card shows the command that run.json has.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from . import runs, weights
 from .cifar import FINE_NAMES
 from .model import RecurrentVisionTransformer
-from .recipes import RECIPES
+from .recipes import PFLOP, RECIPES, make_plan
 from .weights import FILE, Checkpoint
 from .zoo import VARIANTS
 
@@ -62,7 +63,8 @@ def stage(run: str | os.PathLike, name: str, tag: str, hub: str | os.PathLike = 
     Raises:
         FileExistsError: The tag has other weights already, in `hub` or in the manifest: a tag never changes them.
         FileNotFoundError: The run isn't finished, or not evaluated.
-        ValueError: The run is of another architecture, or its results are not those of the whole test split.
+        ValueError: The run is of another architecture, or was stopped before its end, or its results are not those of
+            the whole test split.
         OSError: The folder cannot be written; a new one is then not there.
     """
     run, hub = Path(run), Path(hub)
@@ -70,7 +72,7 @@ def stage(run: str | os.PathLike, name: str, tag: str, hub: str | os.PathLike = 
         raise ValueError(f"tag={tag!r} must be made of letters, digits and underscores, like short_c100")
     if repo_id:
         _check_repo_id(repo_id)
-    row, content = _row_of(run, name, tag, repo_id)
+    row, content, command = _row_of(run, name, tag, repo_id)
     folder = hub / row.id
     taken = {known.sha256 for known in weights.checkpoints() if known.id == row.id}
     if (folder / FILE).exists():
@@ -80,7 +82,7 @@ def stage(run: str | os.PathLike, name: str, tag: str, hub: str | os.PathLike = 
             f"{row.id} exists with other weights (sha256 {', '.join(others)}, the run's {row.sha256}); a tag never "
             "changes its weights: give another --tag"
         )
-    _write_folder(folder, {CONFIG: _json(config(row)), FILE: content, CARD: card(row).encode()})
+    _write_folder(folder, {CONFIG: _json(config(row)), FILE: content, CARD: card(row, command).encode()})
     return row
 
 
@@ -93,12 +95,15 @@ def _check_repo_id(repo_id: str) -> None:
         raise ValueError(f"--repo-id {repo_id!r}: give ORG/NAME")
 
 
-def _row_of(run: Path, name: str, tag: str, repo_id: str) -> tuple[Checkpoint, bytes]:
-    """The row of a run, and the content of its weight file."""
+def _row_of(run: Path, name: str, tag: str, repo_id: str) -> tuple[Checkpoint, bytes, str]:
+    """The row of a run, the content of its weight file, and the command of a program of its own that made it, or ""."""
     model: Any = runs.load_result(run)
     facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
     if facts["name"] != name:
         raise ValueError(f"{run} is a run of {facts['name']}, not of {name}")
+    done, planned = (facts.get(key, 0) for key in ("updates", "planned_updates"))
+    if done < planned:
+        raise ValueError(f"{run} was stopped after update {done:,} of {planned:,}; whole runs alone are published")
     results = _results(run / RESULTS, model)
     trained = results[model.steps * model.stages]
     state = {key: value.contiguous() for key, value in model.state_dict().items()}
@@ -128,7 +133,7 @@ def _row_of(run: Path, name: str, tag: str, repo_id: str) -> tuple[Checkpoint, b
         model_kwargs=facts["model_kwargs"],
         repo=repo_id,
     )
-    return row, content
+    return row, content, facts.get("command", "")
 
 
 def _results(path: Path, model: Any) -> dict[int, dict[str, Any]]:
@@ -206,8 +211,12 @@ def _json(value: Any) -> bytes:
 # ---- the card --------------------------------------------------------------------------------------------------------
 
 
-def card(row: Checkpoint) -> str:
+def card(row: Checkpoint, command: str = "") -> str:
     """The content of README.md: metadata for the Hub, then what a user must know.
+
+    Args:
+        row: What the card is of.
+        command: That made it; without one it was `recurrent-vit train`, with the options that follow from the row.
 
     Example:
         >>> all(card(row).startswith("---") for row in weights.checkpoints())
@@ -235,15 +244,15 @@ def card(row: Checkpoint) -> str:
         "hours": f"{row.seconds / 3600:.1f}",
         "hardware": f"{row.hardware['gpu'] or row.hardware['cpu']}, {row.hardware['threads']} threads",
         "versions": ", ".join(f"{name} {version}" for name, version in row.versions.items()),
-        "options": _options(row),
+        "command": command or _command(row),
         "paper": PAPER,
     }
     return f"---\n{_metadata(row).to_yaml()}\n---\n\n{BODY.format(**fields)}"
 
 
-def _options(row: Checkpoint) -> str:
-    """The options of `train` that made it, where they are not the default."""
-    left = int(row.trained_on.split()[1].replace(",", ""))
+def _command(row: Checkpoint) -> str:
+    """The command of `train` that made it, with the options that are not at their default."""
+    left = _images(row)
     options = {
         "--pflop": "" if _is_default(row) else f"{row.pflop:g}",
         "--held-out": str(TRAIN_IMAGES - left) if left < TRAIN_IMAGES else "",
@@ -251,13 +260,23 @@ def _options(row: Checkpoint) -> str:
         "--device": "cuda" if row.hardware["gpu"] else "",
         "--model-kwargs": " ".join(shlex.quote(f"{key}={value}") for key, value in row.model_kwargs.items()),
     }
-    return "".join(f" {name} {value}" for name, value in options.items() if value)
+    given = "".join(f" {name} {value}" for name, value in options.items() if value)
+    begin = f"recurrent-vit train {row.name} --recipe {row.recipe} --seed {row.seed}"
+    return f"{begin}{given} --data DIR --out runs/{row.name}"
 
 
 def _is_default(row: Checkpoint) -> bool:
     """Whether the compute is what the recipe spends when nothing is asked for, up to an update."""
-    budget = RECIPES[row.recipe].pflop
-    return budget is None or abs(row.pflop - budget) < 0.001 * budget
+    recipe = RECIPES[row.recipe]
+    budget = recipe.pflop
+    if budget is None:  # it has epochs, which cost what the model costs
+        budget = sum(leg.flop for leg in make_plan(row.name, recipe, _images(row), **row.model_kwargs)) / PFLOP
+    return abs(row.pflop - budget) < 0.001 * budget
+
+
+def _images(row: Checkpoint) -> int:
+    """How many it was trained on."""
+    return int(row.trained_on.split()[1].replace(",", ""))
 
 
 def _metadata(row: Checkpoint) -> ModelCardData:
@@ -338,7 +357,7 @@ These are the weights after the last update ({publish}). The recipe: {recipe_sou
 To reproduce it:
 
 ```bash
-recurrent-vit train {name} --recipe {recipe} --seed {seed}{options} --data DIR --out runs/{name}
+{command}
 recurrent-vit evaluate runs/{name} --data DIR --horizon 1,2,4,8,12,24,48,96 --json runs/{name}/test.jsonl
 recurrent-vit stage runs/{name} --name {name} --tag {tag}
 ```

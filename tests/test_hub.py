@@ -23,6 +23,18 @@ def row(request):
 KEPT = ("recipe", "precision", "seed", "pflop", "seconds", "hardware", "versions", "date")
 
 
+def made_by(row):
+    """What run.json has of the command, to judge by the published card: nothing, if `recurrent-vit train` made it."""
+    shown = (row.path.parent / "README.md").read_text().split("```bash\n")[1].splitlines()[0]
+    return {} if shown.startswith("recurrent-vit train ") else {"command": shown}
+
+
+def change_facts(run, **changes):
+    """Put these into run.json."""
+    facts = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**facts, **changes}))
+
+
 def write_run(folder, row, **changes):
     """The folder of the run that a checkpoint came from, as far as staging looks at it."""
     folder.mkdir()
@@ -31,6 +43,7 @@ def write_run(folder, row, **changes):
         "model_kwargs": row.model_kwargs,
         "images": 50_000,
         **{key: getattr(row, key) for key in KEPT},
+        **made_by(row),
     }
     (folder / "run.json").write_text(json.dumps(facts))
     shutil.copy(row.path, folder / FILE)
@@ -107,6 +120,18 @@ def test_an_unfinished_run_is_refused(run, tmp_path, missing, capsys):
     assert not (tmp_path / "hub").exists()
 
 
+def test_a_run_that_was_stopped_before_its_end_is_refused(run, tmp_path, capsys):
+    command = ["stage", str(run), "--name", "bvit", "--tag", "x", "--hub", str(tmp_path / "hub")]
+    change_facts(run, updates=5, planned_updates=13)
+    assert main(command) == 1
+    told = capsys.readouterr().err
+    assert f"{run} was stopped after update 5 of 13; whole runs alone are published" in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "hub").exists()
+    change_facts(run, updates=13)
+    assert main(command) == 0
+
+
 def test_names_and_tags_are_checked(run, tmp_path):
     with pytest.raises(ValueError, match="is a run of bvit, not of bvit_ds"):
         hub.stage(run, "bvit_ds", "x", tmp_path / "hub")
@@ -128,14 +153,8 @@ def test_weights_that_the_manifest_pins_are_not_replaced_by_way_of_the_folder(ru
 
 
 def test_a_run_of_ones_own_gets_a_card_that_loads_its_repository_and_says_how_it_was_made(run, tmp_path):
-    facts = json.loads((run / "run.json").read_text())
-    facts |= {
-        "images": 45_000,
-        "pflop": 0.1234,
-        "precision": "bf16",
-        "model_kwargs": {"steps": 12, "drop_path_rate": 0.1},
-    }
-    (run / "run.json").write_text(json.dumps(facts))
+    kwargs = {"steps": 12, "drop_path_rate": 0.1}
+    change_facts(run, images=45_000, pflop=0.1234, precision="bf16", model_kwargs=kwargs)
     row = hub.stage(run, "bvit", "mine", tmp_path / "hub", repo_id="someone/mine")
     card = (tmp_path / "hub" / row.id / "README.md").read_text()
     assert 'timm.create_model("hf-hub:someone/mine", pretrained=True)' in card
@@ -143,7 +162,7 @@ def test_a_run_of_ones_own_gets_a_card_that_loads_its_repository_and_says_how_it
     assert f"recurrent-vit train bvit --recipe short --seed 0 {options} --data DIR" in card
     assert "45,000 training images" in card
     config = json.loads((tmp_path / "hub" / row.id / "config.json").read_text())
-    assert config["model_args"] == {"steps": 12, "drop_path_rate": 0.1}
+    assert config["model_args"] == kwargs
 
 
 def test_names_of_repositories_are_checked(run, tmp_path):
@@ -179,6 +198,35 @@ def test_the_card_is_valid_and_says_what_was_measured(row):
         "top-5 accuracy, %": round(100 * row.metrics["top5"], 2),
     }
     assert ModelCard(str(card)).data.to_dict() == data.to_dict()
+
+
+def test_the_card_shows_the_command_of_another_program(run, tmp_path):
+    command = "python -m benchmarks.paper bvit --data DIR --out runs/bvit --seed 0"
+    change_facts(run, recipe="paper", updates=13, planned_updates=13, command=command)
+    row = hub.stage(run, "bvit", "other", tmp_path / "hub")
+    card = (tmp_path / "hub" / row.id / "README.md").read_text()
+    first, second, *_ = card.split("```bash\n")[1].splitlines()
+    assert first == command
+    assert second.startswith("recurrent-vit evaluate runs/bvit --data DIR")
+    assert "recurrent-vit train" not in card
+
+
+PAPER_PFLOP = 200 * 50_000 * 3 * 2 * 633_103_360 / 1e15  # epochs, images, FLOP of an image
+
+
+@pytest.mark.parametrize(
+    ("recipe", "pflop", "option"),
+    [
+        ("short", 1.0, ""),
+        ("short", 0.5, " --pflop 0.5"),
+        ("paper", PAPER_PFLOP, ""),
+        ("paper", 5.0, " --pflop 5"),
+    ],
+)
+def test_the_card_has_the_budget_unless_it_is_the_recipes_own(recipe, pflop, option):
+    row = replace(checkpoints("bvit")[0], recipe=recipe, pflop=round(pflop, 4), seed=0)
+    command = f"recurrent-vit train bvit --recipe {recipe} --seed 0{option} --data DIR --out runs/bvit"
+    assert command in hub.card(row).splitlines()
 
 
 def test_the_snippet_of_the_card_runs(row, tmp_path, monkeypatch):
