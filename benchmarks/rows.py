@@ -22,6 +22,20 @@ Rows of accuracy, each a cell by benchmark, device, subject, precision, trained_
     subject, sha256              a checkpoint, and the sum of its file; null where that is not known
     horizon, trained_horizon, ...
                                  as `recurrent_vit.evaluate.evaluate` describes them
+
+Rows of cross-evaluation (`cross.KEYS`) have these columns too, and
+
+    as_trained, lost, agreement, trained_solver, ...
+                                 as `benchmarks.cross.measure` describes them
+
+Rows of the control of the field (`fields.KEYS`) have those of `evaluate`, and
+
+    seed, pflop                  of the run, whose compute was to be so many units of 1e15 FLOP
+    split                        what it was measured on, "held out N": N training images that were set aside
+
+Rows of early exit are of three benchmarks, "anytime", "anytime curve" and "anytime time", which `benchmarks.anytime`
+describes. The images per second of the zoo are rows of speed. `benchmarks.paper` has no rows: it leaves the folder of a
+training run.
 """
 
 import json

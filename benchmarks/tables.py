@@ -14,15 +14,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recurrent_vit import weights
+from recurrent_vit.limits import FIELDS
 
-from . import accuracy, cross, rows
+from . import accuracy, cross, fields, rows
 from .measure import TIMM_VIT, Settings
 from .processes import COMPILE, COMPILE_REFERENCE, MEMORY_TASKS, TOOLCHAIN, stage_subjects
 from .rows import Row
 from .speed import GEMM, INFERENCE, ODE
 from .speed import torchdiffeq_name as theirs
 
-__all__ = ["TABLES", "Column", "Table", "accuracy_tables", "cross_tables", "latest", "render", "tables"]
+__all__ = [
+    "TABLES", "Column", "Table", "accuracy_tables", "cross_tables", "fields_tables", "latest", "render", "tables",
+]  # fmt: skip
 
 NOT_RUN = "not run"
 FULL = Settings()
@@ -75,6 +78,16 @@ def _top1_and_lost(row: Row) -> str:
     return f"**{text}**" if cross.is_trained_setting(row) else text
 
 
+def _gap(row: Row) -> str:
+    """In points, on the line of F(z) - z alone."""
+    if row["field"] != FIELDS[0]:
+        return ""
+    if row["gap"] is None:
+        return NOT_RUN
+    gap, least, most = (f"{100 * row[name]:+.2f}" for name in ("gap", "gap_min", "gap_max"))
+    return f"{gap} ({least} to {most})"
+
+
 def _number(name: str, form: str) -> Column:
     """A column of plain numbers; empty where the row has none."""
     return Column(lambda row: "" if row.get(name) is None else format(row[name], form))
@@ -101,6 +114,12 @@ SWEEP: Columns = {str(horizon): Column(_top1_marked, at=(horizon,)) for horizon 
 CROSS: Columns = {
     "NFE at step size 1": Column(lambda row: str(row["NFE"]), at=(1.0,)),
     **{f"step size {Fraction(size)}": Column(_top1_and_lost, at=(size,)) for size in cross.STEP_SIZES},
+}
+CONTROL: Columns = {
+    "NFE": Column(lambda row: str(row["NFE"]), at=(fields.ALL,)),
+    **{f"seed {seed}": Column(_top1, at=(seed,)) for seed in fields.SEEDS},
+    "mean": Column(lambda row: f"{100 * row['mean']:.2f}", at=(fields.ALL,)),
+    f"{FIELDS[0]} - {FIELDS[1]} (min to max)": Column(_gap, at=(fields.ALL,)),
 }
 
 
@@ -266,6 +285,30 @@ def cross_tables(measured: Iterable[Row]) -> list[Table]:
     ]
 
 
+def fields_tables(measured: Iterable[Row]) -> list[Table]:
+    """The table of the control of the field: a line for each variant and field at each budget; [] without rows.
+
+    Args:
+        measured: Rows of one device.
+    """
+    budgets = dict.fromkeys(row["pflop"] for row in measured if row["benchmark"] == fields.BENCHMARK)
+    if not budgets:
+        return []
+    return [
+        Table(
+            "Control of the field",
+            "Top-1 accuracy in per cent of variants trained alike along F(z) - z (state_subtracted) and along F(z) "
+            f"(black_box), each run with a budget in PFLOP, after the trained number of steps on {fields.HELD_OUT:,} "
+            "training images that were held out; ±: standard error. The mean is over the seeds that were run, the "
+            "difference, in points, over those that both fields have, with its extremes.",
+            [(fields.BENCHMARK, pflop, name, field) for pflop in budgets for name in fields.NAMES for field in FIELDS],
+            CONTROL,
+            keys=fields.KEYS,
+            shown=("pflop", "subject", "field"),
+        )
+    ]
+
+
 def latest(measured: Iterable[Row], device: str, keys: Sequence[str] = rows.ROUNDS) -> dict[Cell, Row]:
     """The last row of each cell on that device."""
     return {tuple(row.get(key) for key in keys): row for row in measured if row["device"] == device}
@@ -301,14 +344,15 @@ def source(row: Row) -> str:
 
 def tables(measured: Iterable[Row]) -> str:
     """All tables, each for every device that it has rows of (the CPU if there are none); other rows are passed over."""
-    ours = {accuracy.BENCHMARK, cross.BENCHMARK, *(table.benchmark for table in TABLES)}
+    ours = {accuracy.BENCHMARK, cross.BENCHMARK, fields.BENCHMARK, *(table.benchmark for table in TABLES)}
     measured = [row for row in measured if row.get("benchmark") in ours]
+    measured = [*measured, *fields.summary(measured)]
     places = {(row["benchmark"], row["device"]) for row in measured}
     places |= {(benchmark, "cpu") for benchmark in ours - {benchmark for benchmark, _ in places}}
     texts = []
     for device in sorted({device for _, device in places}):
         on_device = [row for row in measured if row["device"] == device]
-        all_tables = [*TABLES, *accuracy_tables(on_device), *cross_tables(on_device)]
+        all_tables = [*TABLES, *accuracy_tables(on_device), *cross_tables(on_device), *fields_tables(on_device)]
         here = [table for table in all_tables if (table.benchmark, device) in places]
         texts += [render(table, latest(measured, device, table.keys), device) for table in here]
     return "\n".join(texts)
