@@ -5,8 +5,7 @@
     hub/bvit.short_c100/README.md           the card
 
 All three are functions of the run: staging it again gives the same bytes. Configuration and card are functions of the
-checkpoint's row (`weights.Checkpoint`), so what they say is what the manifest says; of a run that another program than
-`recurrent-vit train` made, the card shows the command that run.json has.
+checkpoint's row alone (`weights.Checkpoint`), so what they say is what the manifest says.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def stage(run: str | os.PathLike, name: str, tag: str, hub: str | os.PathLike = 
         raise ValueError(f"tag={tag!r} must be made of letters, digits and underscores, like short_c100")
     if repo_id:
         _check_repo_id(repo_id)
-    row, content, command = _row_of(run, name, tag, repo_id)
+    row, content = _row_of(run, name, tag, repo_id)
     folder = hub / row.id
     taken = {known.sha256 for known in weights.checkpoints() if known.id == row.id}
     if (folder / FILE).exists():
@@ -82,7 +81,7 @@ def stage(run: str | os.PathLike, name: str, tag: str, hub: str | os.PathLike = 
             f"{row.id} exists with other weights (sha256 {', '.join(others)}, the run's {row.sha256}); a tag never "
             "changes its weights: give another --tag"
         )
-    _write_folder(folder, {CONFIG: _json(config(row)), FILE: content, CARD: card(row, command).encode()})
+    _write_folder(folder, {CONFIG: _json(config(row)), FILE: content, CARD: card(row).encode()})
     return row
 
 
@@ -95,8 +94,8 @@ def _check_repo_id(repo_id: str) -> None:
         raise ValueError(f"--repo-id {repo_id!r}: give ORG/NAME")
 
 
-def _row_of(run: Path, name: str, tag: str, repo_id: str) -> tuple[Checkpoint, bytes, str]:
-    """The row of a run, the content of its weight file, and the command of a program of its own that made it, or ""."""
+def _row_of(run: Path, name: str, tag: str, repo_id: str) -> tuple[Checkpoint, bytes]:
+    """The row of a run, and the content of its weight file."""
     model: Any = runs.load_result(run)
     facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
     if facts["name"] != name:
@@ -132,8 +131,9 @@ def _row_of(run: Path, name: str, tag: str, repo_id: str) -> tuple[Checkpoint, b
         golden=" ".join(f"{value:.6f}" for value in weights.golden_logits(model).tolist()),
         model_kwargs=facts["model_kwargs"],
         repo=repo_id,
+        command=facts.get("command", ""),
     )
-    return row, content, facts.get("command", "")
+    return row, content
 
 
 def _results(path: Path, model: Any) -> dict[int, dict[str, Any]]:
@@ -211,12 +211,8 @@ def _json(value: Any) -> bytes:
 # ---- the card --------------------------------------------------------------------------------------------------------
 
 
-def card(row: Checkpoint, command: str = "") -> str:
+def card(row: Checkpoint) -> str:
     """The content of README.md: metadata for the Hub, then what a user must know.
-
-    Args:
-        row: What the card is of.
-        command: That made it; without one it was `recurrent-vit train`, with the options that follow from the row.
 
     Example:
         >>> all(card(row).startswith("---") for row in weights.checkpoints())
@@ -244,7 +240,7 @@ def card(row: Checkpoint, command: str = "") -> str:
         "hours": f"{row.seconds / 3600:.1f}",
         "hardware": f"{row.hardware['gpu'] or row.hardware['cpu']}, {row.hardware['threads']} threads",
         "versions": ", ".join(f"{name} {version}" for name, version in row.versions.items()),
-        "command": command or _command(row),
+        "command": row.command or _command(row),
         "paper": PAPER,
     }
     return f"---\n{_metadata(row).to_yaml()}\n---\n\n{BODY.format(**fields)}"

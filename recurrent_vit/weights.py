@@ -78,6 +78,7 @@ class Checkpoint:
         model_kwargs: Arguments of `timm.create_model` beyond the name; a registered checkpoint has none.
         repo: Repository on the Hub, "ORG/NAME"; empty if there is none.
         commit: Its commit, 40 hexadecimal digits; empty until published.
+        command: That made it; empty if it was `recurrent-vit train`, with the options that follow from the row.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Checkpoint:
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     repo: str = ""
     commit: str = ""
+    command: str = ""
 
     @property
     def id(self) -> str:
