@@ -51,6 +51,7 @@ from .cross import paired
 from .measure import TIMM_VIT, Settings, alternate, build, milliseconds, report
 from .rows import Row
 from .speed import GEMM, GEMM_SIZE
+from .usage import check_out, usage_errors
 
 __all__ = ["Engine", "accuracies", "engines", "main", "speeds", "vit_engines"]
 
@@ -239,10 +240,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, and append the rows when all is done, or print them if --limit is given."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    try:
+    with usage_errors(parser):
         subject, model, held, test = _prepare(arguments)
-    except (OSError, ValueError, ImportError) as error:
-        parser.error(str(error))
     origin = {**rows.provenance("cpu", _command(arguments, subject.name)), "sha256": subject.sha256}
     threshold = calibration.calibrate(model, held, "confidence", LOSS, batch_size=128, progress=True).threshold
     origin["threshold"] = threshold
@@ -279,8 +278,8 @@ def _prepare(arguments: argparse.Namespace) -> tuple[accuracy.Subject, Any, cifa
             raise ValueError(f"--{option} {value}: give at least 1")
     if arguments.limit and arguments.out:
         raise ValueError(f"--limit {arguments.limit}: such rows are not recorded; leave --out away")
-    if arguments.out and not arguments.out.parent.is_dir():
-        raise FileNotFoundError(f"--out {str(arguments.out)!r}: there is no folder {str(arguments.out.parent)!r}")
+    if arguments.out:
+        check_out(arguments.out)
     export.check_packages("onnx", "onnxscript", "onnxruntime")
     subject = accuracy.resolve(arguments.name)
     model = accuracy.load(subject)

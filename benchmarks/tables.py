@@ -88,6 +88,11 @@ def _gap(row: Row) -> str:
     return f"{gap} ({least} to {most})"
 
 
+def _engine(row: Row) -> str:
+    ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f} x, "
+    return f"{row['images_per_s']:,.0f} ({ratio}{row['gemm_fraction']:.0%})"
+
+
 def _number(name: str, form: str) -> Column:
     """A column of plain numbers; empty where the row has none."""
     return Column(lambda row: "" if row.get(name) is None else format(row[name], form))
@@ -120,6 +125,15 @@ CONTROL: Columns = {
     **{f"seed {seed}": Column(_top1, at=(seed,)) for seed in fields.SEEDS},
     "mean": Column(lambda row: f"{100 * row['mean']:.2f}", at=(fields.ALL,)),
     f"{FIELDS[0]} - {FIELDS[1]} (min to max)": Column(_gap, at=(fields.ALL,)),
+}
+
+
+ENGINES = ("engines", "engine accuracy")
+ANYTIME = ("anytime", "anytime time")
+ANYTIME_KEYS = ("benchmark", "subject", "criterion", "allowed_loss")
+LOST: Columns = {
+    "top-1 %": Column(lambda row: f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}"),
+    "lost, points": Column(lambda row: f"{100 * row['lost']:.2f} ± {100 * row['lost_stderr']:.2f}"),
 }
 
 
@@ -309,6 +323,79 @@ def fields_tables(measured: Iterable[Row]) -> list[Table]:
     ]
 
 
+def engine_tables(measured: Iterable[Row]) -> list[Table]:
+    """The tables of the engines: speed, and accuracy, a line for each engine that has rows; [] without any.
+
+    Args:
+        measured: Rows of one device.
+    """
+    found = dict.fromkeys((row["benchmark"], row["subject"]) for row in measured if row["benchmark"] in ENGINES)
+    speed, accuracy = ([line for line in found if line[0] == benchmark] for benchmark in ENGINES)
+    if not speed:
+        return []
+    return [
+        Table(
+            "Engines",
+            "Images per second on test images of CIFAR-100, by batch size; in parentheses the speed relative to the "
+            "eager recurrent model in the same rounds, and the fraction of the machine's rate of fp32 matrix products "
+            "that the arithmetic of all steps would be. timm_vit has twelve blocks of its own, of the same widths.",
+            speed,
+            {f"batch {batch}": Column(_engine, at=(batch,)) for batch in FULL.batches},
+            keys=("benchmark", "subject", "batch"),
+            shown=("subject",),
+        ),
+        Table(
+            "Engines: accuracy",
+            "On CIFAR-100's test images, of the engines that compute something else than eager; ±: standard error, of "
+            "the accuracy lost that of the difference paired by image.",
+            accuracy,
+            {**LOST, "same answer %": _number("agreement", ".1%"), "images": _number("count", ",d")},
+            keys=("benchmark", "subject"),
+            shown=("subject",),
+        ),
+    ]
+
+
+def anytime_tables(measured: Iterable[Row]) -> list[Table]:
+    """The tables of early exit: what each criterion saves and loses, and the time it takes; [] without rows.
+
+    Args:
+        measured: Rows of one device.
+    """
+    measured = list(measured)
+    exits = [row for row in measured if row["benchmark"] == ANYTIME[0]]
+    times = [row["subject"] for row in measured if row["benchmark"] == ANYTIME[1]]
+    if not exits:
+        return []
+    return [
+        Table(
+            "Early exit",
+            "On CIFAR-100's test images, with thresholds that were chosen on training images (calibrated on) for an "
+            "allowed loss of accuracy there. saved: fraction of the evaluations that were not made. ±: standard error, "
+            "of the accuracy lost that of the difference paired by image.",
+            list(dict.fromkeys(tuple(row[key] for key in ANYTIME_KEYS) for row in exits)),
+            {
+                "threshold": _number("threshold", ".4g"),
+                "mean NFE": _number("mean_NFE", ".2f"),
+                "saved": _number("saved", ".1%"),
+                **LOST,
+                "images": _number("count", ",d"),
+                "calibrated on": Column(lambda row: str(row["calibrated_on"])),
+            },
+            keys=ANYTIME_KEYS,
+            shown=("subject", "criterion", "allowed_loss"),
+        ),
+        Table(
+            "Early exit: time",
+            "Of a batch of test images, the mean over several; the ratio is speed, above 1 faster than the reference.",
+            [(ANYTIME[1], subject) for subject in dict.fromkeys(times)],
+            {**MEDIAN, **RATIO},
+            keys=("benchmark", "subject"),
+            shown=("subject",),
+        ),
+    ]
+
+
 def latest(measured: Iterable[Row], device: str, keys: Sequence[str] = rows.ROUNDS) -> dict[Cell, Row]:
     """The last row of each cell on that device."""
     return {tuple(row.get(key) for key in keys): row for row in measured if row["device"] == device}
@@ -344,7 +431,14 @@ def source(row: Row) -> str:
 
 def tables(measured: Iterable[Row]) -> str:
     """All tables, each for every device that it has rows of (the CPU if there are none); other rows are passed over."""
-    ours = {accuracy.BENCHMARK, cross.BENCHMARK, fields.BENCHMARK, *(table.benchmark for table in TABLES)}
+    ours = {
+        accuracy.BENCHMARK,
+        cross.BENCHMARK,
+        fields.BENCHMARK,
+        *ENGINES,
+        *ANYTIME,
+        *(table.benchmark for table in TABLES),
+    }
     measured = [row for row in measured if row.get("benchmark") in ours]
     measured = [*measured, *fields.summary(measured)]
     places = {(row["benchmark"], row["device"]) for row in measured}
@@ -352,7 +446,8 @@ def tables(measured: Iterable[Row]) -> str:
     texts = []
     for device in sorted({device for _, device in places}):
         on_device = [row for row in measured if row["device"] == device]
-        all_tables = [*TABLES, *accuracy_tables(on_device), *cross_tables(on_device), *fields_tables(on_device)]
+        made = (accuracy_tables, cross_tables, fields_tables, anytime_tables, engine_tables)
+        all_tables = [*TABLES, *(table for make in made for table in make(on_device))]
         here = [table for table in all_tables if (table.benchmark, device) in places]
         texts += [render(table, latest(measured, device, table.keys), device) for table in here]
     return "\n".join(texts)

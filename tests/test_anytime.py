@@ -15,6 +15,7 @@ from torch import nn
 import benchmarks.anytime as benchmark
 import recurrent_vit
 from benchmarks import rows as benchmark_rows
+from benchmarks import tables as benchmark_tables
 from recurrent_vit import calibration, cifar
 from recurrent_vit.__main__ import main
 from recurrent_vit.anytime import CRITERIA, Anytime, Look, is_sound, parse
@@ -829,6 +830,11 @@ def test_the_benchmark_appends_its_rows(command, monkeypatch):
         assert {"date", "hardware", "versions", "commit", "command", "sha256"} <= set(row)
         assert row["command"] == "python -m benchmarks.anytime local-dir:model --data DIR --rounds 2"
     assert picture.read_bytes()[:4] == b"\x89PNG"
+    text = benchmark_tables.tables(found)
+    for title, count in (("Early exit", len(pairs)), ("Early exit: time", len(others) + 1)):
+        part = text.partition(f"### {title}, cpu\n")[2].partition("###")[0]
+        assert part.count("\n| local-dir:model") == count, title
+        assert "not run" not in part
 
 
 def test_a_smoke_run_is_printed_not_recorded(command, monkeypatch, capsys):

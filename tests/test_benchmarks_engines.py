@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import recurrent_vit  # noqa: F401 (registers the names)
-from benchmarks import accuracy, engines, rows
+from benchmarks import accuracy, engines, rows, tables
 from benchmarks.measure import TIMM_VIT, Settings, build
 from recurrent_vit import cifar
 
@@ -138,3 +138,31 @@ def test_wrong_usage_is_one_line(options, message, capsys):
     with pytest.raises(SystemExit):
         engines.main(options)
     assert message in capsys.readouterr().err
+
+
+def test_rows_become_tables(model, vit, split, monkeypatch):
+    monkeypatch.setattr(tables, "FULL", Settings(batches=(1, 4)))
+    ours, theirs = engines.engines(model, 0.5), engines.vit_engines(vit)
+    origin = rows.provenance("cpu", "a command")
+    measured = [
+        {**row, **origin}
+        for row in (
+            *engines.speeds("m", ours, theirs, 10**9, cifar.normalize(split.images), rounds=2),
+            *engines.accuracies("m", ours, split),
+        )
+    ]
+    text = tables.tables(measured)
+    speed, accuracies = (text.partition(f"### {title}, cpu")[2].partition("###")[0] for title in TITLES)
+    assert "| subject | batch 1 | batch 4 |" in speed
+    for row in measured[: len(ours) + len(theirs)]:
+        (line,) = [line for line in speed.splitlines() if line.startswith(f"| {row['subject']} |")]
+        ratio = f"{row['ratio']:.2f} x, " if row["ratio"] else ""
+        assert f"| {row['images_per_s']:,.0f} ({ratio}{row['gemm_fraction']:.0%}) |" in line
+    assert "not run" not in speed
+    assert [line.split(" | ")[0] for line in accuracies.splitlines() if line.startswith("| m ")] == [
+        "| m eager", "| m onnx int8", "| m any-time", "| m any-time int8"
+    ]  # fmt: skip
+    assert "### Engines" not in tables.tables([])
+
+
+TITLES = ("Engines", "Engines: accuracy")
