@@ -175,12 +175,15 @@ def _parser() -> argparse.ArgumentParser:
         "and print its row for the manifest.",
     )
     add.add_argument("run", metavar="RUN", help="folder of the run, with test.jsonl")
-    add.add_argument("--name", required=True, help="the architecture; that of the run")
+    add.add_argument(
+        "--name", required=True, help="the architecture: that of the run, or one that is the same function"
+    )
     add.add_argument("--tag", required=True, help="of the weights, e.g. short_c100")
     add.add_argument("--hub", default="hub", metavar="DIR", help="where to make it; default: hub")
     add.add_argument(
         "--repo-id", default="", metavar="ORG/NAME", help="the repository that the card tells users to load"
     )
+    add.add_argument("--results", metavar="FILE", help="what it scored on the test images; default: RUN/test.jsonl")
     add.set_defaults(command=_stage)
 
     add = commands.add_parser(
@@ -267,7 +270,7 @@ def _verify(args: argparse.Namespace) -> None:
 def _stage(args: argparse.Namespace) -> None:
     from . import hub
 
-    row = hub.stage(args.run, args.name, args.tag, args.hub, args.repo_id)
+    row = hub.stage(args.run, args.name, args.tag, args.hub, args.repo_id, args.results)
     print(f"{Path(args.hub) / row.id} is made; its row, for recurrent_vit/checkpoints.json:", file=sys.stderr)
     print(json.dumps(row.meta, indent=2))
 

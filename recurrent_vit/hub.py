@@ -26,6 +26,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from . import runs, weights
 from .cifar import FINE_NAMES
+from .limits import FIELDS, PLAIN
 from .model import RecurrentVisionTransformer
 from .recipes import PFLOP, RECIPES, make_plan
 from .weights import FILE, Checkpoint
@@ -44,17 +45,26 @@ PAPER = "https://arxiv.org/abs/2608.04879"
 # ---- staging ---------------------------------------------------------------------------------------------------------
 
 
-def stage(run: str | os.PathLike, name: str, tag: str, hub: str | os.PathLike = "hub", repo_id: str = "") -> Checkpoint:
+def stage(
+    run: str | os.PathLike,
+    name: str,
+    tag: str,
+    hub: str | os.PathLike = "hub",
+    repo_id: str = "",
+    results: str | os.PathLike | None = None,
+) -> Checkpoint:
     """Make the repository folder `hub`/NAME.TAG of a finished run, and nothing else.
 
     Args:
-        run: Folder of the run, with what it scored on the test images in test.jsonl
-            (`recurrent-vit evaluate RUN --horizon 1,2,4,8,12,24,48,96 --json RUN/test.jsonl`).
-        name: Of the architecture; that of the run.
+        run: Folder of the run.
+        name: Of the architecture: that of the run, or one that is the same function, as Euler's method with step size 1
+            is the plain recurrence. The row then says whose weights they are, which have to be in the manifest.
         tag: For the weights, letters, digits and underscores.
         hub: The folder to make it in.
         repo_id: "ORG/NAME" on the Hub that it is meant for: what the card tells users to load. Without one that is
             NAME.TAG, which is right for weights that come with the package.
+        results: What it scored on the test images; default RUN/test.jsonl
+            (`recurrent-vit evaluate RUN --horizon 1,2,4,8,12,24,48,96 --json RUN/test.jsonl`).
 
     Returns:
         The row for the manifest.
@@ -62,8 +72,8 @@ def stage(run: str | os.PathLike, name: str, tag: str, hub: str | os.PathLike = 
     Raises:
         FileExistsError: The tag has other weights already, in `hub` or in the manifest: a tag never changes them.
         FileNotFoundError: The run isn't finished, or not evaluated.
-        ValueError: The run is of another architecture, or was stopped before its end, or its results are not those of
-            the whole test split.
+        ValueError: The run is of another function, or was stopped before its end, or its results are not those of the
+            whole test split.
         OSError: The folder cannot be written; a new one is then not there.
     """
     run, hub = Path(run), Path(hub)
@@ -71,7 +81,8 @@ def stage(run: str | os.PathLike, name: str, tag: str, hub: str | os.PathLike = 
         raise ValueError(f"tag={tag!r} must be made of letters, digits and underscores, like short_c100")
     if repo_id:
         _check_repo_id(repo_id)
-    row, content = _row_of(run, name, tag, repo_id)
+    row, content = _row_of(run, name, tag, repo_id, Path(results) if results else run / RESULTS)
+    _check_same_as(row)
     folder = hub / row.id
     taken = {known.sha256 for known in weights.checkpoints() if known.id == row.id}
     if (folder / FILE).exists():
@@ -94,16 +105,41 @@ def _check_repo_id(repo_id: str) -> None:
         raise ValueError(f"--repo-id {repo_id!r}: give ORG/NAME")
 
 
-def _row_of(run: Path, name: str, tag: str, repo_id: str) -> tuple[Checkpoint, bytes]:
+def _check_same_as(row: Checkpoint) -> None:
+    known = {other.id: other.sha256 for other in weights.checkpoints()}
+    if row.same_as and known.get(row.same_as) != row.sha256:
+        raise ValueError(f"the manifest has no {row.same_as} with these weights; stage and enter that one first")
+
+
+def _renamed(model: Any, name: str, run: Path, facts: dict[str, Any]) -> Any:
+    """The model of that name with these weights, if it is the same function."""
+    twin: Any = timm.create_model(name, **facts["model_kwargs"]) if name in VARIANTS else None
+    if twin is None or _function(twin) != _function(model):
+        raise ValueError(f"{run} is a run of {facts['name']}, not of {name}, which is another function")
+    twin.load_state_dict(model.state_dict())
+    return twin.eval()
+
+
+def _function(model: Any) -> tuple[Any, ...]:
+    """What a model computes from its weights; the plain recurrence is Euler along F(z) - z with step size 1."""
+    steps = (model.depth, model.steps, model.stages)
+    return (*steps, *(("euler", FIELDS[0], 1.0) if model.solver == PLAIN else _integration(model)))
+
+
+def _integration(model: Any) -> tuple[str, str, float]:
+    return model.solver, model.field, model.step_size
+
+
+def _row_of(run: Path, name: str, tag: str, repo_id: str, scored: Path) -> tuple[Checkpoint, bytes]:
     """The row of a run, and the content of its weight file."""
     model: Any = runs.load_result(run)
     facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
     if facts["name"] != name:
-        raise ValueError(f"{run} is a run of {facts['name']}, not of {name}")
+        model = _renamed(model, name, run, facts)
     done, planned = (facts.get(key, 0) for key in ("updates", "planned_updates"))
     if done < planned:
         raise ValueError(f"{run} was stopped after update {done:,} of {planned:,}; whole runs alone are published")
-    results = _results(run / RESULTS, model)
+    results = _results(scored, run, model)
     trained = results[model.steps * model.stages]
     state = {key: value.contiguous() for key, value in model.state_dict().items()}
     content = safetensors.torch.save(state, metadata={"format": "pt"})  # with a second key, bytes would vary
@@ -132,13 +168,14 @@ def _row_of(run: Path, name: str, tag: str, repo_id: str) -> tuple[Checkpoint, b
         model_kwargs=facts["model_kwargs"],
         repo=repo_id,
         command=facts.get("command", ""),
+        same_as=f"{facts['name']}.{tag}" if facts["name"] != name else "",
     )
     return row, content
 
 
-def _results(path: Path, model: Any) -> dict[int, dict[str, Any]]:
+def _results(path: Path, run: Path, model: Any) -> dict[int, dict[str, Any]]:
     """The rows of `evaluate` by number of steps."""
-    advice = f"run `recurrent-vit evaluate {path.parent} --horizon 1,2,4,8,12,24,48,96 --json {path}`"
+    advice = f"run `recurrent-vit evaluate {run} --horizon 1,2,4,8,12,24,48,96 --json {path}`"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {advice}")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -241,6 +278,7 @@ def card(row: Checkpoint) -> str:
         "hardware": f"{row.hardware['gpu'] or row.hardware['cpu']}, {row.hardware['threads']} threads",
         "versions": ", ".join(f"{name} {version}" for name, version in row.versions.items()),
         "command": row.command or _command(row),
+        **_of_shared_weights(row),
         "paper": PAPER,
     }
     return f"---\n{_metadata(row).to_yaml()}\n---\n\n{BODY.format(**fields)}"
@@ -257,8 +295,28 @@ def _command(row: Checkpoint) -> str:
         "--model-kwargs": " ".join(shlex.quote(f"{key}={value}") for key, value in row.model_kwargs.items()),
     }
     given = "".join(f" {name} {value}" for name, value in options.items() if value)
-    begin = f"recurrent-vit train {row.name} --recipe {row.recipe} --seed {row.seed}"
-    return f"{begin}{given} --data DIR --out runs/{row.name}"
+    name = _run_of(row)
+    return f"recurrent-vit train {name} --recipe {row.recipe} --seed {row.seed}{given} --data DIR --out runs/{name}"
+
+
+def _run_of(row: Checkpoint) -> str:
+    """The name whose run it was."""
+    return (row.same_as or row.id).split(".")[0]
+
+
+def _of_shared_weights(row: Checkpoint) -> dict[str, str]:
+    """What the card says otherwise of weights that another name has too."""
+    if not row.same_as:
+        return {"run": row.name, "shared": "", "solver": "", "results": "test.jsonl", "from": ""}
+    told = (
+        f"There was no run of its own: these are the weights of `{row.same_as}`, bit for bit. Euler's method with step "
+        "size 1\nalong F(z) - z is the plain recurrence, so both names are the same function.\n\n"
+    )
+    file = "test.euler.jsonl"
+    return {
+        "run": _run_of(row), "shared": told, "solver": " --solver euler", "results": file,
+        "from": f" --results runs/{_run_of(row)}/{file}",
+    }  # fmt: skip
 
 
 def _is_default(row: Checkpoint) -> bool:
@@ -347,6 +405,7 @@ steps, without any further training:
 
 ## Training
 
+{shared}\
 {trained_on}; recipe `{recipe}`, {pflop} PFLOP in {hours} hours on {hardware}; {versions}; seed {seed}, one run; {date}.
 These are the weights after the last update ({publish}). The recipe: {recipe_source}
 
@@ -354,8 +413,8 @@ To reproduce it:
 
 ```bash
 {command}
-recurrent-vit evaluate runs/{name} --data DIR --horizon 1,2,4,8,12,24,48,96 --json runs/{name}/test.jsonl
-recurrent-vit stage runs/{name} --name {name} --tag {tag}
+recurrent-vit evaluate runs/{run}{solver} --data DIR --horizon 1,2,4,8,12,24,48,96 --json runs/{run}/{results}
+recurrent-vit stage runs/{run} --name {name} --tag {tag}{from}
 ```
 
 ## Limits

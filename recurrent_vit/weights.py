@@ -79,6 +79,8 @@ class Checkpoint:
         repo: Repository on the Hub, "ORG/NAME"; empty if there is none.
         commit: Its commit, 40 hexadecimal digits; empty until published.
         command: That made it; empty if it was `recurrent-vit train`, with the options that follow from the row.
+        same_as: Another checkpoint, as NAME.TAG, whose weights these are, since both names are the same function; empty
+            if it has a run of its own.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Checkpoint:
     repo: str = ""
     commit: str = ""
     command: str = ""
+    same_as: str = ""
 
     @property
     def id(self) -> str:

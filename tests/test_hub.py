@@ -39,7 +39,7 @@ def write_run(folder, row, **changes):
     """The folder of the run that a checkpoint came from, as far as staging looks at it."""
     folder.mkdir()
     facts = {
-        "name": row.name,
+        "name": (row.same_as or row.name).split(".")[0],
         "model_kwargs": row.model_kwargs,
         "images": 50_000,
         **{key: getattr(row, key) for key in KEPT},
@@ -138,6 +138,48 @@ def test_names_and_tags_are_checked(run, tmp_path):
     for tag in ("../x", "a.b", "", "a b"):
         with pytest.raises(ValueError, match="must be made of letters"):
             hub.stage(run, "bvit", tag, tmp_path / "hub")
+    assert not (tmp_path / "hub").exists()
+
+
+def scored(run, **changes):
+    """What the run scored, as another model would have."""
+    rows = [json.loads(line) for line in (run / "test.jsonl").read_text().splitlines()]
+    file = run / "other.jsonl"
+    file.write_text("".join(json.dumps({**row, **changes}) + "\n" for row in rows))
+    return str(file)
+
+
+def test_a_name_that_is_the_same_function_has_the_same_weights_and_says_so(run, tmp_path, capsys):
+    first = checkpoints("bvit")[0]
+    command = ["stage", str(run), "--name", "bvit_ode_euler", "--hub", str(tmp_path / "hub")]
+    assert main([*command, "--tag", first.tag, "--results", scored(run, solver="euler")]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["sha256"], row["same_as"]) == (first.sha256, first.id)
+    folder = tmp_path / "hub" / f"bvit_ode_euler.{first.tag}"
+    assert (folder / FILE).read_bytes() == first.path.read_bytes()
+    assert json.loads((folder / "config.json").read_text())["architecture"] == "bvit_ode_euler"
+    card = (folder / "README.md").read_text()
+    assert f"these are the weights of `{first.id}`, bit for bit" in card
+    assert "recurrent-vit train bvit --recipe" in card
+    assert "recurrent-vit evaluate runs/bvit --solver euler --data DIR" in card
+    assert f"stage runs/bvit --name bvit_ode_euler --tag {first.tag} --results runs/bvit/test.euler.jsonl" in card
+    plain = timm.create_model("bvit", pretrained=True)
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(images), plain.eval()(images), rtol=1e-4, atol=1e-4)
+    assert model.solver == "euler"
+
+
+@pytest.mark.parametrize("name", ["bvit_ode_heun", "bvit_ode_rk4", "bvit_ds", "vit_cifar", "resnet18"])
+def test_a_name_that_is_another_function_is_refused(name, run, tmp_path):
+    with pytest.raises(ValueError, match=f"is a run of bvit, not of {name}, which is another function"):
+        hub.stage(run, name, checkpoints("bvit")[0].tag, tmp_path / "hub")
+
+
+def test_shared_weights_must_be_in_the_manifest(run, tmp_path):
+    with pytest.raises(ValueError, match=r"the manifest has no bvit\.mine with these weights"):
+        hub.stage(run, "bvit_ode_euler", "mine", tmp_path / "hub", results=scored(run, solver="euler"))
     assert not (tmp_path / "hub").exists()
 
 
