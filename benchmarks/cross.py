@@ -1,7 +1,7 @@
 """Cross-evaluation: each checkpoint under solvers and step sizes that it was not trained with.
 
-    python -m benchmarks.cross --data DIR                    # every checkpoint of one block, on the first 2,000 test
-                                                             # images; appended to results/cross.jsonl
+    python -m benchmarks.cross --data DIR                    # every checkpoint of one block, on 2,000 test images
+                                                             # drawn once; appended to results/cross.jsonl
     python -m benchmarks.cross bvit runs/mine --data DIR     # these: as for benchmarks.accuracy
     python -m benchmarks.cross --data DIR --limit 10000      # on all test images
     python -m benchmarks.cross --data DIR --plot FILE.png    # and a picture of all rows recorded so far
@@ -36,11 +36,11 @@ import torch
 from torch import Tensor, nn
 
 from recurrent_vit import VARIANTS, RecurrentVisionTransformer, cifar, evaluate, runs, weights
-from recurrent_vit.limits import FIELDS, PLAIN
+from recurrent_vit.limits import FIELDS, LIMITS, PLAIN
 
 from . import accuracy, figures, rows
 from .accuracy import Subject
-from .measure import report
+from .measure import report, sample
 from .rows import Row
 from .usage import usage_errors
 
@@ -81,7 +81,7 @@ def settings(time: float) -> list[Setting]:
     found = [
         Setting(solver, step_size, round(time / step_size))
         for solver, step_size in product(SOLVERS, STEP_SIZES)
-        if math.isclose(time / step_size, max(1, round(time / step_size)))
+        if math.isclose(time / step_size, max(1, round(time / step_size))) and time / step_size <= LIMITS["horizon"]
     ]
     if not found:
         sizes = ", ".join(str(Fraction(step_size)) for step_size in STEP_SIZES)
@@ -211,8 +211,7 @@ def plot(measured: Iterable[Row], path: str | Path) -> None:
     found = panels(measured)
     if not found:
         raise ValueError("there are no rows of cross-evaluation to draw; run python -m benchmarks.cross first")
-    figure, suffix = draw(found), Path(path).suffix[1:]
-    runs.write_atomically(Path(path), lambda file: figure.savefig(file, format=suffix, dpi=200))
+    runs.save_figure(draw(found), path)
 
 
 def panels(measured: Iterable[Row]) -> dict[str, list[Row]]:
@@ -321,7 +320,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[list[Subject], list[Recurre
         raise ValueError("NAME is missing, and the package has no checkpoints of one block; give the folder of a run")
     subjects = accuracy.resolve_all(names)
     models = [accuracy.load(subject) for subject in subjects]
-    split = cifar.load(arguments.data, "test")[: arguments.limit]
+    split = sample(cifar.load(arguments.data, "test"), arguments.limit)
     for subject, model in zip(subjects, models):
         try:
             evaluate.checked(model, split)
@@ -339,7 +338,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=250, help="default: %(default)s")
     parser.add_argument(
-        "--limit", type=int, default=LIMIT, metavar="N", help="on the first N test images (default: %(default)s)"
+        "--limit", type=int, default=LIMIT, metavar="N", help="on N test images, always the same (default: %(default)s)"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="to append to (default: results/cross.jsonl here)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw all rows recorded there so far")

@@ -7,17 +7,18 @@
 The engines:
 
 - eager: torch, fp32. The reference.
-- compiled: each block compiled by Inductor for its shapes; frozen: its weights made constants of the compiled code
+- compiled: each block compiled by Inductor, for its shapes; frozen: the same with its weights as constants
 - onnx, onnx int8: the file of `recurrent-vit export`, in ONNX Runtime
-- any-time, any-time int8: early exit (`recurrent_vit.Anytime`) of the eager model, and of the model that
-  `recurrent_vit.optimize(model, int8=True)` makes, with a threshold that was calibrated on held-out training images
+- optimized, optimized int8: `recurrent_vit.optimize`
+- early exit, early exit int8: `recurrent_vit.Anytime` of the eager model, and of the optimized one in int8, with a
+  threshold that was calibrated on held-out training images
 
 Two kinds of rows, by `benchmark`:
 
-- "engines": milliseconds for the same test images in batches of 1, 16 and 128, the engines in turn within a round and
-  backwards in the next; the ratio is speed. `timm_vit`, timm's own ViT of the same widths, untrained, twelve blocks,
-  runs under the same engines. gflops counts 2 * MACs for each image, of all steps, whether they were taken or not;
-  gemm_fraction is that over the rate of an fp32 matrix product of 2048^3 in the same round.
+- "engines": milliseconds for a batch of 1, 16 and 128, over the same test images, the engines in turn within a round
+  and backwards in the next; the ratio is speed. `timm_vit`, timm's own ViT of the same widths, untrained, twelve
+  blocks, runs under the same engines. gflops counts 2 * MACs for each image, of all steps, whether they were taken or
+  not; gemm_fraction is that over the rate of an fp32 matrix product of 2048^3 in the same round.
 - "engine accuracy": all test images under the engines that compute something else than eager; `lost` is the accuracy of
   eager minus its own, its standard error that of a paired difference.
 
@@ -41,25 +42,28 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+import torch._inductor.config  # for patch, which has no public name
 from torch import Tensor, nn
 
 import recurrent_vit
 from recurrent_vit import Anytime, calibration, cifar, evaluate, export
+from recurrent_vit.optimized import start_session
+from recurrent_vit.zoo import describe
 
 from . import accuracy, rows
 from .cross import paired
-from .measure import TIMM_VIT, Settings, alternate, build, milliseconds, report
+from .measure import TIMM_VIT, Settings, alternate, build, milliseconds, report, sample
 from .rows import Row
 from .speed import GEMM, GEMM_SIZE
 from .usage import check_out, usage_errors
 
 __all__ = ["Engine", "accuracies", "engines", "main", "speeds", "vit_engines"]
 
-BATCHES = {1: 32, 16: 128, 128: 256}  # batch size: images a round
+BATCHES = {1: 128, 16: 256, 128: 256}  # batch size: images a round
 LOSS = 0.0025  # of accuracy on the held-out images that early exit may cost: on others it is a little more
 SETTLE = 0.02  # seconds
 EAGER = "eager"
-EXACT = (EAGER, "compiled", "frozen", "onnx")  # their answers differ by rounding alone
+EXACT = (EAGER, "compiled", "frozen", "onnx", "optimized")  # their answers differ by rounding alone
 
 
 class Engine(NamedTuple):
@@ -68,10 +72,12 @@ class Engine(NamedTuple):
     Args:
         logits: Images (B, 3, 32, 32) to logits (B, classes).
         threads: Of torch while it runs; None: as many as there are.
+        frozen: Whether what it compiles has its weights as constants.
     """
 
     logits: Callable[[Tensor], Tensor]
     threads: int | None = None
+    frozen: bool = False
 
 
 # ---- the engines -----------------------------------------------------------------------------------------------------
@@ -89,8 +95,10 @@ def engines(model: Any, threshold: float | None) -> dict[str, Engine]:
         **_torch_engines(model),
         "onnx": _onnx_loop(model, int8=False),
         "onnx int8": _onnx_loop(model, int8=True),
-        "any-time": Engine(partial(_early, Anytime(model, "confidence", threshold))),
-        "any-time int8": Engine(partial(_early, Anytime(fast, "confidence", threshold)), threads=1),
+        "optimized": Engine(recurrent_vit.optimize(model), threads=1),
+        "optimized int8": Engine(fast, threads=1),
+        "early exit": Engine(partial(_early, Anytime(model, "confidence", threshold))),
+        "early exit int8": Engine(partial(_early, Anytime(fast, "confidence", threshold)), threads=1),
     }
 
 
@@ -107,14 +115,15 @@ def _torch_engines(model: Any) -> dict[str, Engine]:
     return {
         EAGER: Engine(model),
         "compiled": Engine(_compiled(model)),
-        "frozen": Engine(_compiled(model, options={"freezing": True})),
+        "frozen": Engine(_compiled(model), frozen=True),
     }
 
 
-def _compiled(model: nn.Module, **options: Any) -> Any:
+def _compiled(model: nn.Module) -> Any:
+    """A copy with compiled blocks: one graph for each batch size, or an error, never eager instead."""
     twin: Any = copy.deepcopy(model)
     for block in twin.blocks:
-        block.compile(dynamic=False, **options)
+        block.compile(dynamic=False, fullgraph=True)
     return twin
 
 
@@ -126,22 +135,15 @@ def _onnx_loop(model: Any, int8: bool) -> Engine:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
         export.export_onnx(model, file, int8=int8)
-        session = _session(file.read_bytes())
+        session = start_session(file.read_bytes(), torch.get_num_threads())
     steps = torch.tensor(model.horizon).numpy()
     return Engine(lambda images: _run(session, {"image": images.numpy(), "steps": steps}), threads=1)
 
 
 def _onnx_vit(vit: nn.Module, int8: bool) -> Engine:
-    session = _session(export.module_to_onnx(vit, torch.zeros(2, 3, 32, 32), {0: "batch"}, int8))
+    content = export.module_to_onnx(vit, torch.zeros(2, 3, 32, 32), {0: "batch"}, int8)
+    session = start_session(content, torch.get_num_threads())
     return Engine(lambda images: _run(session, {"x": images.numpy()}), threads=1)
-
-
-def _session(content: bytes) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
 
 
 def _run(session: Any, inputs: Mapping[str, Any]) -> Tensor:
@@ -149,11 +151,13 @@ def _run(session: Any, inputs: Mapping[str, Any]) -> Tensor:
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def _running(engine: Engine) -> Iterator[None]:
+    """Its number of threads, and its setting of the compiler, which Dynamo reads at the first call of each shape."""
     before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    torch.set_num_threads(engine.threads or before)
     try:
-        yield
+        with torch.inference_mode(), torch._inductor.config.patch(freezing=engine.frozen):
+            yield
     finally:
         torch.set_num_threads(before)
 
@@ -162,7 +166,12 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 def speeds(
-    name: str, ours: Mapping[str, Engine], theirs: Mapping[str, Engine], macs: int, images: Tensor, rounds: int
+    name: str,
+    ours: Mapping[str, Engine],
+    theirs: Mapping[str, Engine],
+    macs: tuple[int, int],
+    images: Tensor,
+    rounds: int,
 ) -> Iterator[Row]:
     """Rows of "engines".
 
@@ -170,15 +179,18 @@ def speeds(
         name: What the rows call our model.
         ours: Its engines.
         theirs: Those of timm's ViT.
-        macs: Multiply-accumulates for an image, of either.
+        macs: Multiply-accumulates for an image, of ours and of theirs.
         images: (N, 3, 32, 32), normalised.
         rounds: Even, so that each engine leads in half of them.
     """
-    subjects = {f"{name} {engine}": one for engine, one in ours.items()}
-    subjects |= {f"{TIMM_VIT} {engine}": one for engine, one in theirs.items()}
+    subjects, costs = {}, {}
+    for who, engines_of, cost in ((name, ours, macs[0]), (TIMM_VIT, theirs, macs[1])):
+        subjects |= {f"{who} {engine}": one for engine, one in engines_of.items()}
+        costs |= {f"{who} {engine}": cost for engine in engines_of}
     square = torch.randn(GEMM_SIZE, GEMM_SIZE)
     product = partial(torch.mm, square, square, out=torch.empty_like(square))
     for batch, count in BATCHES.items():
+        torch.compiler.reset()  # the graphs of all models and batch sizes would be more than Dynamo keeps
         parts = images[:count].split(batch)
         total = sum(map(len, parts))
         calls = {subject: partial(_time, engine, parts) for subject, engine in subjects.items()}
@@ -188,14 +200,15 @@ def speeds(
         gemm = [2 * GEMM_SIZE**3 / (1e6 * value) for value in times.pop(GEMM)]
         per_batch = {subject: [value * batch / total for value in values] for subject, values in times.items()}
         for row in rows.compared_cells("engines", per_batch, batch=batch, images=total):
-            rates = [2 * macs * batch / (1e6 * value) for value in per_batch[row["subject"]]]
+            cost = costs[row["subject"]]
+            rates = [2 * cost * batch / (1e6 * value) for value in per_batch[row["subject"]]]
             fractions = [rate / most for rate, most in zip(rates, gemm)]
             yield {**row, "gflops": round(median(rates), 1), "gemm_fraction": round(median(fractions), 4)}
 
 
 def _time(engine: Engine, parts: Sequence[Tensor]) -> float:
     """Milliseconds for all of the parts."""
-    with _threads(engine.threads), torch.inference_mode():
+    with _running(engine):
         return _time_call(lambda: [engine.logits(part) for part in parts])
 
 
@@ -226,7 +239,7 @@ def accuracies(name: str, ours: Mapping[str, Engine], split: cifar.Split, batch:
 def _classes(engine: Engine, split: cifar.Split, batch: int, name: str) -> Tensor:
     found = []
     parts = split.images.split(batch)
-    with _threads(engine.threads), torch.inference_mode():
+    with _running(engine):
         for part in evaluate.progress_bar(parts, name, len(parts), shown=True):
             logits = engine.logits(cifar.normalize(part))
             found.append(logits.argmax(-1).masked_fill(~logits.isfinite().all(-1), -1))
@@ -248,7 +261,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ours = engines(model.eval(), threshold)
     theirs = vit_engines(build(TIMM_VIT, Settings()).eval())
     measured: list[Row] = []
-    for row in speeds(subject.name, ours, theirs, model.macs, cifar.normalize(test.images[:256]), arguments.rounds):
+    images, macs = cifar.normalize(sample(test, 256).images), (model.macs, describe("vit_cifar")["MACs"])
+    for row in speeds(subject.name, ours, theirs, macs, images, arguments.rounds):
         measured.append({**row, **origin})
         report(f"  {row['subject']} x{row['batch']}: {row['images_per_s']:,.0f} images/s, {_ratio(row)}")
     for row in accuracies(subject.name, ours, test):
@@ -285,7 +299,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[accuracy.Subject, Any, cifa
     model = accuracy.load(subject)
     train, test = cifar.load(arguments.data, "train"), cifar.load(arguments.data, "test")
     held = train[cifar.held_out(train.labels, calibration.HELD_OUT)[1]]
-    return subject, model, held[: arguments.limit], test[: arguments.limit]
+    return subject, model, sample(held, arguments.limit), sample(test, arguments.limit)
 
 
 def _command(arguments: argparse.Namespace, name: str) -> str:
@@ -303,7 +317,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("name", metavar="NAME", nargs="?", default="bvit_ds", help="default: %(default)s")
     parser.add_argument("--data", metavar="DIR", help="folder of CIFAR-100 (default: the variable RECURRENT_VIT_DATA)")
     parser.add_argument("--rounds", type=int, default=6, help="of the timing; even (default: %(default)s)")
-    parser.add_argument("--limit", type=int, metavar="N", help="a smoke run on the first N images, only printed")
+    parser.add_argument("--limit", type=int, metavar="N", help="a smoke run on N images, only printed")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="append to (default: benchmarks/results/engines.jsonl)"
     )

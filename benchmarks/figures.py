@@ -35,8 +35,7 @@ def plot(measured: Iterable[Row], path: str | Path) -> None:
     found = curves(measured)
     if not found:
         raise ValueError("there are no rows of accuracy to draw; run python -m benchmarks.accuracy first")
-    figure, suffix = draw(found), Path(path).suffix[1:]
-    runs.write_atomically(Path(path), lambda file: figure.savefig(file, format=suffix, dpi=200))
+    runs.save_figure(draw(found), path)
 
 
 def curves(measured: Iterable[Row]) -> dict[str, list[Row]]:

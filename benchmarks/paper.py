@@ -263,13 +263,14 @@ def run(
         test: Images to evaluate the average on, on the device.
         folder: Of the run; open.
         seconds: No epoch begins that would end after them; None for no such guard. The first epoch is always run, and
-            the longest from the second on says how long the next will take: the first compiles the evaluation.
+            the longest says how long the next will take, of the first its training: its evaluation compiles.
         command: That makes the run, for its facts.
         batch_size: Of the evaluation.
 
     Returns:
-        An iterator of rows, the lines of the history. They are those of `recurrent-vit train`, with test_top1 of the
-        average; seconds are since the start, with capture and evaluation, images_per_second of the training alone.
+        An iterator of rows, the lines of the history: most columns are those of `recurrent-vit train`; test_top1 is
+        of the average; seconds are since the start, with capture and evaluation; images_per_second is of the training
+        alone.
 
     Raises:
         FloatingPointError: The loss is not finite; the weights of the epoch before stay.
@@ -294,7 +295,7 @@ def run(
         runs.append_history(folder, row)
         _save(captured, folder, _facts(captured, row, command))
         yield row
-        longest = max(longest, now - before) if done else 0.0
+        longest = max(longest, now - before) if done else spent  # the first evaluation compiles
         before, done = now, updates
         if seconds is not None and updates < planned and now + longest > seconds:
             print(f"stopped after update {updates} of {planned}: {seconds:g} seconds are over", file=sys.stderr)
@@ -405,7 +406,7 @@ def _check_arguments(arguments: argparse.Namespace) -> None:
     check_device(arguments.device)
     for option in ("epochs", "seconds"):
         value = getattr(arguments, option)
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{option} {value:g}: give a number above 0")
     if any(runs.read_history(Path(arguments.out))):
         raise FileExistsError(f"--out {arguments.out!r} holds a run already; give another")

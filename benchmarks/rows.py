@@ -147,6 +147,7 @@ def provenance(device: str, command: str) -> Row:
             "torch": torch.__version__,
             "timm": _version("timm"),
             "torchdiffeq": _version("torchdiffeq"),
+            "onnxruntime": _version("onnxruntime"),
             "recurrent_vit": recurrent_vit.__version__,
         },
         "commit": commit,

@@ -1,6 +1,6 @@
 """Speed and memory of the zoo, measured side by side with timm's ViT and with torchdiffeq.
 
-    python -m benchmarks.speed           # everything, about 20 minutes on 2 cores; appended to results/speed.jsonl
+    python -m benchmarks.speed           # about 20 minutes on 2 cores; appended to results/speed.jsonl
     python -m benchmarks.speed --quick   # a smoke run of a minute, on small batches; kept only where --out says
     python -m benchmarks.tables          # the rows as tables
     python -m benchmarks.zoo             # those of the part `zoo`, with what else is known of each name
@@ -50,7 +50,7 @@ from .measure import (
     training_update,
 )
 from .rows import Row
-from .usage import check_device, usage_errors
+from .usage import check_device, check_out, usage_errors
 
 INFERENCE = ("vit_cifar", "bvit")  # each against TIMM_VIT
 ODE = {"bvit_ode_euler": "euler", "bvit_ode_heun": "heun2", "bvit_ode_rk4": "rk4"}  # variant: torchdiffeq's method
@@ -208,7 +208,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=int, metavar="N", help="rounds of what is timed in this process (default 10, quick 2)"
     )
-    parser.add_argument("--only", default=",".join(PARTS), help="parts, separated by commas (default: %(default)s)")
+    default = ",".join(part for part in PARTS if part != "zoo")
+    parser.add_argument("--only", default=default, help=f"of {', '.join(PARTS)} (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="file to append to (default: benchmarks/results/speed.jsonl)")
     parser.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
     parser.add_argument(
@@ -222,6 +223,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--rounds and --threads must be at least 1")
     with usage_errors(parser):
         check_device(arguments.device)
+        if arguments.out:
+            check_out(arguments.out)
     return arguments
 
 

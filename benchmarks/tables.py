@@ -24,7 +24,8 @@ from .speed import GEMM, INFERENCE, ODE
 from .speed import torchdiffeq_name as theirs
 
 __all__ = [
-    "TABLES", "Column", "Table", "accuracy_tables", "cross_tables", "fields_tables", "latest", "render", "tables",
+    "NOT_RUN", "TABLES", "Column", "Table", "accuracy_tables", "anytime_tables", "cross_tables", "engine_tables",
+    "fields_tables", "latest", "markdown_line", "render", "source", "tables",
 ]  # fmt: skip
 
 NOT_RUN = "not run"
@@ -286,8 +287,8 @@ def cross_tables(measured: Iterable[Row]) -> list[Table]:
         Table(
             "Cross-evaluation",
             "Top-1 accuracy in per cent under other solvers and step sizes than those of the training, with the same "
-            "weights, integrated along R(z) = F(z) - z over the trained time, on the first images (count) of "
-            "CIFAR-100's test set; ±: standard error. In parentheses the accuracy lost against the checkpoint as "
+            "weights, integrated along R(z) = F(z) - z over the trained time, on so many (count) of "
+            "CIFAR-100's test images; ±: standard error. In parentheses the accuracy lost against the checkpoint as "
             "trained, with the standard error of the difference paired by image. Half the step size takes twice the "
             "evaluations (NFE). The setting of the training, where it is one of these, is in bold; plain is Euler with "
             "step size 1.",
@@ -330,10 +331,8 @@ def engine_tables(measured: Iterable[Row]) -> list[Table]:
         measured: Rows of one device.
     """
     found = dict.fromkeys((row["benchmark"], row["subject"]) for row in measured if row["benchmark"] in ENGINES)
-    speed, accuracy = ([line for line in found if line[0] == benchmark] for benchmark in ENGINES)
-    if not speed:
-        return []
-    return [
+    speed, answers = ([line for line in found if line[0] == benchmark] for benchmark in ENGINES)
+    both = [
         Table(
             "Engines",
             "Images per second on test images of CIFAR-100, by batch size; in parentheses the speed relative to the "
@@ -348,12 +347,13 @@ def engine_tables(measured: Iterable[Row]) -> list[Table]:
             "Engines: accuracy",
             "On CIFAR-100's test images, of the engines that compute something else than eager; ±: standard error, of "
             "the accuracy lost that of the difference paired by image.",
-            accuracy,
+            answers,
             {**LOST, "same answer %": _number("agreement", ".1%"), "images": _number("count", ",d")},
             keys=("benchmark", "subject"),
             shown=("subject",),
         ),
     ]
+    return [table for table in both if table.cells]
 
 
 def anytime_tables(measured: Iterable[Row]) -> list[Table]:
@@ -365,9 +365,7 @@ def anytime_tables(measured: Iterable[Row]) -> list[Table]:
     measured = list(measured)
     exits = [row for row in measured if row["benchmark"] == ANYTIME[0]]
     times = [row["subject"] for row in measured if row["benchmark"] == ANYTIME[1]]
-    if not exits:
-        return []
-    return [
+    both = [
         Table(
             "Early exit",
             "On CIFAR-100's test images, with thresholds that were chosen on training images (calibrated on) for an "
@@ -394,6 +392,7 @@ def anytime_tables(measured: Iterable[Row]) -> list[Table]:
             shown=("subject",),
         ),
     ]
+    return [table for table in both if table.cells]
 
 
 def latest(measured: Iterable[Row], device: str, keys: Sequence[str] = rows.ROUNDS) -> dict[Cell, Row]:
@@ -404,18 +403,19 @@ def latest(measured: Iterable[Row], device: str, keys: Sequence[str] = rows.ROUN
 def render(table: Table, found: Mapping[Cell, Row], device: str) -> str:
     """The table in Markdown, with a line for each run that it draws on; `found` is by the table's keys."""
     head = [*(key.replace("_", " ") for key in table.shown), *table.columns]
-    lines = [f"### {table.title}, {device}", "", table.caption, "", _line(head), _line(["---"] * len(head))]
+    rule = ["---"] * len(head)
+    lines = [f"### {table.title}, {device}", "", table.caption, "", markdown_line(head), markdown_line(rule)]
     sources: dict[str, None] = {}
     for cell in table.cells:
         named = dict(zip(table.keys, cell))
         here = [(column, found.get((*cell, *column.at))) for column in table.columns.values()]
         begin = ["" if named[key] is None else str(named[key]) for key in table.shown]
-        lines.append(_line([*begin, *(NOT_RUN if row is None else column.show(row) for column, row in here)]))
+        lines.append(markdown_line([*begin, *(NOT_RUN if row is None else column.show(row) for column, row in here)]))
         sources |= {source(row): None for _, row in here if row is not None}
     return "\n".join([*lines, "", *(f"- {line}" for line in sources)]).rstrip() + "\n"
 
 
-def _line(cells: Iterable[str]) -> str:
+def markdown_line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 

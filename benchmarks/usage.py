@@ -1,6 +1,7 @@
 """What the programs check of their arguments, and how they tell of a mistake: in one line, before the long work."""
 
 import argparse
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,6 +51,11 @@ def check_out(path: Path) -> None:
 
     Raises:
         FileNotFoundError: Its folder doesn't exist.
+        OSError: It is a folder, or may not be written.
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"--out {str(path)!r}: there is no folder {str(path.parent)!r}")
+    if path.is_dir():
+        raise IsADirectoryError(f"--out {str(path)!r} is a folder; give a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"--out {str(path)!r} may not be written")

@@ -19,7 +19,7 @@ from recurrent_vit.zoo import describe
 from . import rows
 from .measure import CIFAR_NAMES, Settings
 from .rows import Row
-from .tables import NOT_RUN, _line, latest, source
+from .tables import NOT_RUN, latest, markdown_line, source
 
 __all__ = ["ANCHORS", "COLUMNS", "Anchor", "Entry", "entries", "page"]
 
@@ -113,7 +113,7 @@ class Anchor(NamedTuple):
     source: str
 
 
-UNKNOWN, UNTRACED = "not stated", "not recorded"  # by the source; which source it was
+UNKNOWN = "not stated"  # by the source
 CHENYAOFO, OSMR = "chenyaofo/pytorch-cifar-models", "osmr/pytorchcv"
 COMPACT = "SHI-Labs/Compact-Transformers, arXiv 2104.05704"
 ODE_VIT = "Bycarkos/ODE-ViT, arXiv 2511.16501"
@@ -124,8 +124,6 @@ ANCHORS = (
     Anchor("ResNet-56", "0.86", UNKNOWN, "75.1", OSMR),
     Anchor("DenseNet-BC-100", "0.80", UNKNOWN, "78.8", OSMR),
     Anchor("CCT-2/3x2 (convolutional stem)", "0.28", "200 epochs, 2.0 PFLOP", "66.9", COMPACT),
-    Anchor("ViT, 6 blocks of width 128", "0.82", "200 epochs, RandAugment", "59.6", UNTRACED),
-    Anchor("ViT, 6 blocks of width 128", "0.82", "200 epochs, without augmentation", "55.8", UNTRACED),
     Anchor(
         "ViT, 9 blocks of width 192", "2.8", "100 epochs, 5.7 PFLOP, heavy augmentation", "73.8",
         "hananshafi/vits-for-small-scale-datasets",
@@ -135,10 +133,8 @@ ANCHORS = (
         "ViT-CIFAR", "6.3", "200 epochs, 25 PFLOP", "66.5 claimed, about 56 reproduced",
         "omihub777/ViT-CIFAR and its issue 10",
     ),
-    Anchor("ViT, patch 4", "9.5", "200 epochs, 38 PFLOP, Adam at 1e-4", "52", UNTRACED),
     Anchor("ODE transformer (Zhong et al., 2022)", "0.7", UNKNOWN, "53.3", ODE_VIT),
     Anchor("ODE-ViT", "4.2", "300 epochs", "57.9", ODE_VIT),
-    Anchor("CNN of a speed record", UNKNOWN, "8.75 epochs, 0.35 PFLOP, Muon, 20 to 24 to 32 px", "75.2", UNTRACED),
 )  # fmt: skip
 ANCHORS_CAPTION = (
     "Published numbers of others, trained from scratch on CIFAR-100, each by its own recipe and budget. They show what "
@@ -157,7 +153,7 @@ def page(measured: Iterable[Row]) -> str:
         [
             *_table(list(COLUMNS), ([show(entry) for show in COLUMNS.values()] for entry in shown)),
             "",
-            f"{CAPTION}{', on this machine:' if origins else '.'}",
+            f"{CAPTION}{', on the machine below:' if origins else '.'}",
             *(["", *(f"- {line}" for line in origins)] if origins else []),
             "",
             ANCHORS_CAPTION,
@@ -169,7 +165,7 @@ def page(measured: Iterable[Row]) -> str:
 
 
 def _table(head: list[str], lines: Iterable[Iterable[str]]) -> list[str]:
-    return [_line(head), _line(["---"] * len(head)), *map(_line, lines)]
+    return [markdown_line(head), markdown_line(["---"] * len(head)), *map(markdown_line, lines)]
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ What is notable:
 - Inside the file, matrices are stored as they are multiplied (in x out). torch stores them transposed, and a Transpose
   between weight and product, one for each evaluation of a solver, would keep the product from being quantised.
 - int8: weights per output channel, activations per tensor, at run time, where a matrix is multiplied with a weight. The
-  last product of a block's gate is left out: on trained weights it made seven eighths of the error of the logits. It
-  is computed in fp32, as all else is, attention too, from weights that are stored in 16 bits.
+  last layer of an MLP is left out, since it made most of the error: what it reads, in a gate a product of two numbers,
+  has rare large values, which would set the scale of all others. It is computed in fp32, as all else is, attention too,
+  from weights that are stored in 16 bits.
 - The quantised products are counted, since the quantiser leaves out, without a word, those it doesn't understand.
 - The file says what it is (`metadata_props`): classes, mean, std, trained horizon, solver, licence, source, versions.
 """
@@ -50,7 +51,7 @@ SUFFIX = ".onnx"
 MAX_UNROLLED = 1_000  # block applications in one graph; tracing them takes time
 # 7 bits for weights: on x86 without VNNI, sums of two 8-bit products saturate (onnxruntime's advice on quantisation)
 INT8 = {"per_channel": True, "reduce_range": True}
-KEPT = "fc2"  # what it reads is a product of two numbers, whose rare large values would be the scale of all others
+NOT_QUANTISED = "fc2"  # the last layer of an MLP
 
 
 def export_onnx(
@@ -66,7 +67,7 @@ def export_onnx(
         path: A file that ends in .onnx. It appears whole or not at all; an existing one is replaced.
         fixed_horizon: Write so many steps one after the other, without a loop and without the input `steps`, for a
             runtime that has no loops.
-        int8: Quantise the products with weights, but for the last of a block's gate, to a third of the size.
+        int8: Quantise the products with weights, but for the last of a block's MLP, to a third of the size.
 
     Returns:
         The metadata in the file. Lists and numbers are JSON.
@@ -164,12 +165,13 @@ def block_to_onnx(block: ResidualBlock, residual: bool, int8: bool = False) -> b
     Args:
         block: A `ResidualBlock` in float32, on the CPU, in evaluation mode. It stays as it is.
         residual: Which of the two.
-        int8: Quantise the products with weights, but for the gate's last.
+        int8: Quantise the products with weights, but for the last of its MLP.
 
     Raises:
         RuntimeError: As in :func:`export_onnx`.
     """
-    x = torch.zeros(2, 3, next(block.norm1.parameters()).numel())
+    width: Any = block.attn.qkv.in_features
+    x = torch.zeros(2, 3, width)
     return module_to_onnx(_Block(block, residual), x, {0: "batch", 1: "tokens"}, int8)
 
 
@@ -303,7 +305,7 @@ def _count_quantised(model: RecurrentVisionTransformer, horizon: int | None) -> 
 
 
 def _products_to_quantise(module: nn.Module) -> int:
-    return sum(isinstance(part, _Product) and not name.endswith(KEPT) for name, part in module.named_modules())
+    return sum(isinstance(part, _Product) and not name.endswith(NOT_QUANTISED) for name, part in module.named_modules())
 
 
 def _traceable(
@@ -396,7 +398,7 @@ def _kept(proto: Any) -> list[str]:
         node.name
         for graph in _graphs(proto.graph)
         for node in graph.node
-        if node.op_type == "MatMul" and node.input[1].endswith(f"{KEPT}.weight")
+        if node.op_type == "MatMul" and node.input[1].endswith(f"{NOT_QUANTISED}.weight")
     ]
 
 
@@ -405,8 +407,9 @@ def _halve(proto: Any) -> None:
     import onnx
 
     for graph in _graphs(proto.graph):
-        for tensor in [tensor for tensor in graph.initializer if tensor.name.endswith(f"{KEPT}.weight")]:
-            half = onnx.numpy_helper.to_array(tensor).astype("float16")
+        for tensor in [tensor for tensor in graph.initializer if tensor.name.endswith(f"{NOT_QUANTISED}.weight")]:
+            with np.errstate(over="ignore"):
+                half = onnx.numpy_helper.to_array(tensor).astype(np.float16)
             if not np.isfinite(half).all():
                 continue
             graph.initializer.remove(tensor)

@@ -271,7 +271,7 @@ def card(row: Checkpoint) -> str:
         "count": f"{metrics['count']:,}",
         "horizon": metrics["horizon"],
         "chart": _chart(row),
-        "recipe_source": recipe.source,
+        "recipe_source": recipe.source + ("" if _is_default(row) else f" This run had {row.pflop:.3g} PFLOP of it."),
         "publish": {"raw": "raw, not averaged", "ema": "their moving average"}[recipe.publish],
         "pflop": f"{row.pflop:.3g}",
         "hours": f"{row.seconds / 3600:.1f}",

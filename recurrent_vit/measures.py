@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -238,8 +239,8 @@ def sigma_max(function: Map, z: Tensor, iterations: int = 30, seed: int = 0) -> 
 
         alpha_k u_k = J v_k - beta_(k-1) u_(k-1),    beta_k v_(k+1) = J^T u_k - alpha_k v_k,
 
-    a forward and a backward product each. The matrix with alpha on its diagonal and beta above has largest singular
-    values that converge to those of J, much sooner than the power iteration on J^T J does from the same products.
+    a forward and a backward product each. The largest singular value of the matrix with alpha on its diagonal and beta
+    above converges to that of J, much sooner than the power iteration on J^T J does from the same products.
 
     Reference: Golub, Kahan, "Calculating the Singular Values and Pseudo-Inverse of a Matrix" (1965),
     https://doi.org/10.1137/0702016
@@ -253,10 +254,14 @@ def sigma_max(function: Map, z: Tensor, iterations: int = 30, seed: int = 0) -> 
     Returns:
         float64 (B,); NaN where a product is not finite.
 
+    Raises:
+        ValueError: There are no iterations.
+
     Example:
         >>> round(sigma_max(lambda z: z * torch.tensor([0.5, -2.0]), torch.ones(1, 2)).item(), 4)
         2.0
     """
+    _check_iterations(iterations)
     v, u, beta = _direction(z, seed), torch.zeros_like(z), torch.zeros(len(z), dtype=z.dtype, device=z.device)
     alphas, betas = [], []
     with _differentiable():
@@ -268,7 +273,8 @@ def sigma_max(function: Map, z: Tensor, iterations: int = 30, seed: int = 0) -> 
             beta, v = norm(stretched), _unit(stretched)
             alphas.append(alpha)
             betas.append(beta)
-    bidiagonal = torch.diag_embed(torch.stack(alphas, -1)) + torch.diag_embed(torch.stack(betas[:-1], -1), 1)
+    square = torch.diag_embed(torch.stack(alphas, -1))
+    bidiagonal = F.pad(square, (0, 1)) + torch.diag_embed(torch.stack(betas, -1), 1)[:, :-1]
     finite = bidiagonal.isfinite().all((-2, -1))  # of what is not, LAPACK makes an error
     return torch.linalg.matrix_norm(bidiagonal.nan_to_num(0, 0, 0), 2).where(finite, math.nan)
 
@@ -296,6 +302,7 @@ def spectral_radius(function: Map, z: Tensor, iterations: int = 60, seed: int = 
         >>> round(spectral_radius(lambda z: z @ quarter_turn, torch.ones(1, 2)).item(), 4)
         3.0
     """
+    _check_iterations(iterations)
     v, logs = _direction(z, seed), []
     with _differentiable():
         for _ in range(iterations):
@@ -347,6 +354,11 @@ def _direction(z: Tensor, seed: int) -> Tensor:
     """A random one for each image, the same on every device."""
     generator = torch.Generator().manual_seed(seed)
     return _unit(torch.randn(z.shape, generator=generator).to(z))
+
+
+def _check_iterations(iterations: int) -> None:
+    if iterations < 1:
+        raise ValueError(f"iterations={iterations} must be at least 1")
 
 
 def _per_image(factor: Tensor, v: Tensor) -> Tensor:

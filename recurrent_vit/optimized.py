@@ -1,4 +1,4 @@
-"""A model whose blocks are run by ONNX Runtime: the fast way through it on a CPU, in fp32 or int8.
+"""A model whose blocks are run by ONNX Runtime: a fast way through it on a CPU, in fp32 or int8.
 
     >>> import timm, torch, recurrent_vit
     >>> model = recurrent_vit.optimize(timm.create_model("bvit", embed_dim=16, num_heads=2, num_classes=10))
@@ -9,11 +9,15 @@
 What is notable:
 
 - Only the blocks are replaced, so all that a model can do between them goes on working: every solver, any horizon,
-  `forward_steps`, features, `Anytime`, `evaluate`.
-- A runtime session belongs to its process: a copy, or what comes out of a pickle, makes its own at the first call.
-- The file of `recurrent_vit.export` is for where torch isn't; where it is, this is as fast to a few per cent.
+  `forward_steps`, features, `Anytime`, `evaluate`. Parameters keep their names; weights that are loaded take effect.
+- ONNX Runtime has threads of its own, and so has torch. Where both have as many as there are cores they contend, since
+  each spins on for a while after its work: give torch one.
+- A runtime session belongs to its process: a copy, a fork, or what comes out of a pickle makes its own at the first
+  call.
+- The file of `recurrent_vit.export` is for where torch isn't.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -22,21 +26,22 @@ from torch import Tensor, nn
 from . import export
 from .model import RecurrentVisionTransformer, ResidualBlock
 
-__all__ = ["OnnxBlock", "optimize"]
+__all__ = ["OnnxBlock", "optimize", "start_session"]
 
 
-def optimize(model: nn.Module, int8: bool = False) -> RecurrentVisionTransformer:
+def optimize(model: nn.Module, int8: bool = False, threads: int | None = None) -> RecurrentVisionTransformer:
     """A copy of the model for inference on the CPU, in float32, with its blocks run by ONNX Runtime.
 
-    It computes what the model computes in evaluation mode, to rounding, or, in int8, nearly so (benchmarks/README.md
-    has the accuracy). It uses as many threads as torch (`torch.get_num_threads()`). Building takes seconds a block.
+    It computes what the model computes in evaluation mode, whatever mode it is put into: to rounding, or, in int8,
+    nearly. It is made for a model of one block, or few: each has a session, which takes seconds to build, with threads.
 
     Args:
         model: A `RecurrentVisionTransformer`, of whatever solver, depth and stages. It stays as it is.
         int8: Multiply the blocks' matrices in 8 bits, as :func:`recurrent_vit.export.export_onnx` does.
+        threads: Of ONNX Runtime; default: as many as torch has now (`torch.get_num_threads()`).
 
     Raises:
-        ValueError: The model is none of ours, has no weights, or is optimized already.
+        ValueError: The model is none of ours, has no weights, or is optimized already; or `threads` is below 1.
         ImportError: A package of the extra `export` is missing; says how to install it.
 
     Example:
@@ -48,11 +53,14 @@ def optimize(model: nn.Module, int8: bool = False) -> RecurrentVisionTransformer
         True
     """
     export.check_packages("onnx", "onnxscript", "onnxruntime")
+    threads = torch.get_num_threads() if threads is None else threads
+    if threads < 1:
+        raise ValueError(f"threads={threads} must be at least 1")
     twin = export.copy_for_inference(model)
     integrated = twin.tableau is not None and twin.field == "state_subtracted"
     blocks: Any = twin.blocks
     for i, block in enumerate(blocks):
-        blocks[i] = OnnxBlock(block, int8)
+        blocks[i] = OnnxBlock(block, int8, threads)
         blocks[i].session(residual=integrated)  # the other graph is made if somebody asks for it
     return twin
 
@@ -60,30 +68,37 @@ def optimize(model: nn.Module, int8: bool = False) -> RecurrentVisionTransformer
 class OnnxBlock(nn.Module):
     """A block that ONNX Runtime computes: F(x), or R(x) = F(x) - x if `residual`, for any number of images and tokens.
 
+    It has the block's children, so its parameters are the block's, by the same names. A change of them in place has no
+    effect; `load_state_dict` has.
+
     Args:
-        block: In float32, on the CPU, in evaluation mode. It stays inside, for its parameters.
+        block: In float32, on the CPU, in evaluation mode.
         int8: As in :func:`optimize`.
+        threads: Of ONNX Runtime.
     """
 
-    def __init__(self, block: ResidualBlock, int8: bool = False) -> None:
+    def __init__(self, block: ResidualBlock, int8: bool, threads: int) -> None:
         super().__init__()
-        self.block = block
-        self.int8 = int8
-        self._sessions: dict[bool, Any] = {}  # by `residual`
-
-    @property
-    def attn(self) -> nn.Module:
-        """The block's attention."""
-        return self.block.attn
+        for name, child in block.named_children():
+            self.add_module(name, child)
+        self.int8, self.threads = int8, threads
+        self._block = [block]  # in a list: it is no child
+        self._sessions: dict[tuple[int, bool], Any] = {}  # by process and `residual`
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_sessions": {}}
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._sessions.clear()  # they have the old weights
+
     def session(self, residual: bool) -> Any:
         """The onnxruntime.InferenceSession that computes F or R."""
-        if residual not in self._sessions:
-            self._sessions[residual] = _start(export.block_to_onnx(self.block, residual, self.int8))
-        return self._sessions[residual]
+        place = (os.getpid(), residual)
+        if place not in self._sessions:
+            content = export.block_to_onnx(self._block[0], residual, self.int8)
+            self._sessions[place] = start_session(content, self.threads)
+        return self._sessions[place]
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, residual: bool = False
@@ -92,24 +107,43 @@ class OnnxBlock(nn.Module):
 
         Raises:
             ValueError: A mask is given, or x isn't float32 on the CPU.
-            RuntimeError: A gradient is wanted.
+            RuntimeError: A derivative is wanted.
         """
         if attn_mask is not None or is_causal:
             raise ValueError("attn_mask, is_causal: an optimized model takes no masks")
         if x.device.type != "cpu" or x.dtype != torch.float32:
             raise ValueError(f"x is {x.dtype} on {x.device}: an optimized model takes float32 on the CPU")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError("an optimized model has no gradients: call it under torch.inference_mode()")
         if not len(x):  # not every kernel takes an empty batch
             return torch.empty_like(x)
-        (y,) = self.session(residual).run(None, {"x": x.detach().contiguous().numpy()})
+        (y,) = self.session(residual).run(None, {"x": _array(x)})
         return torch.from_numpy(y)
 
 
-def _start(content: bytes) -> Any:
+def _array(x: Tensor) -> Any:
+    """The numbers of x.
+
+    Raises:
+        RuntimeError: A derivative is to be taken through it.
+    """
+    message = "an optimized model has no derivatives: call it under torch.inference_mode()"
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(message)
+    try:
+        return x.detach().contiguous().numpy()
+    except RuntimeError as error:  # a tensor of torch.func has no storage
+        raise RuntimeError(message) from error
+
+
+def start_session(content: bytes, threads: int) -> Any:
+    """An onnxruntime.InferenceSession on the CPU, of the content of a file.
+
+    Args:
+        content: The file.
+        threads: That work on one call.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
+    options.intra_op_num_threads = threads
     options.log_severity_level = 3  # errors; a warning would say that it knows no GPU
     return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
