@@ -171,6 +171,21 @@ def test_sigma_max_of_known_matrices():
     assert found[0] > 5
 
 
+def test_a_single_iteration_is_a_bound_from_below():
+    for iterations in (1, 2):
+        found = sigma_max(affine, double(3, 2), iterations=iterations).tolist()
+        assert all(0 < value <= closed_sigma(a) + 1e-9 for value, a in zip(found, MATRICES))
+    for estimate in (sigma_max, spectral_radius):
+        with pytest.raises(ValueError, match="iterations=0 must be at least 1"):
+            estimate(affine, double(3, 2), iterations=0)
+
+
+def test_sigma_max_in_single_precision():
+    matrices = MATRICES.float()
+    found = sigma_max(lambda z: torch.einsum("bij,bj->bi", matrices, z), double(3, 2).float())
+    assert found.tolist() == pytest.approx([closed_sigma(a) for a in MATRICES], rel=1e-5)
+
+
 def test_spectral_radius_of_known_matrices():
     found = spectral_radius(affine, double(3, 2), iterations=1000)
     assert found.tolist() == pytest.approx([0.9, 1.1, 1.1], rel=0.02)

@@ -230,6 +230,20 @@ def test_the_products_with_weights_are_quantised(tmp_path, case, horizon, produc
         assert (found - expected).norm() < 0.1 * expected.norm(), f"{case}, {steps} steps"
 
 
+@pytest.mark.parametrize(("largest", "halved"), [(1.0, True), (1e6, False)])
+def test_the_matrix_that_is_not_quantised_takes_two_bytes_a_number_if_it_can(largest, halved, tmp_path):
+    model = tiny()
+    with torch.no_grad():
+        model.blocks[0].mlp.fc2.weight[0, 0] = largest
+    export_onnx(model, tmp_path / "model.onnx", int8=True)
+    proto = onnx.load(tmp_path / "model.onnx")
+    kinds = [tensor.data_type for graph in export._graphs(proto.graph) for tensor in graph.initializer]
+    assert (onnx.TensorProto.FLOAT16 in kinds) == halved
+    images = images_for(model, 3)
+    found, expected = run(open_session(tmp_path / "model.onnx"), images, 2), torch_logits(model, images, 2)
+    assert (found - expected).norm() < 0.1 * expected.norm()
+
+
 def test_a_product_that_is_left_out_is_an_error(tmp_path, monkeypatch, plain_file):
     import onnxruntime.quantization as quantization
 

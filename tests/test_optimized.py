@@ -12,7 +12,7 @@ import timm
 import torch
 
 import recurrent_vit
-from recurrent_vit import Anytime, cifar, export
+from recurrent_vit import Anytime, cifar, evaluate, export
 from recurrent_vit.optimized import OnnxBlock, optimize
 
 CASES = [
@@ -106,6 +106,46 @@ def test_copies_make_sessions_of_their_own(small, images):
             assert twin.blocks[0].session(False) is not fast.blocks[0].session(False)
 
 
+def test_parameters_keep_their_names_and_loaded_weights_take_effect(small, images):
+    model, other = small("bvit", depth=2), small("bvit", depth=2)
+    fast = optimize(model)
+    assert list(fast.state_dict()) == list(model.state_dict())
+    assert largest_difference(fast, other, images) > 1e-2
+    fast.load_state_dict(other.state_dict())
+    assert largest_difference(fast, other, images) < 1e-5
+
+
+def test_threads_are_those_of_the_call(small):
+    model, before = small("bvit"), torch.get_num_threads()
+    fast = optimize(model, threads=2)
+    torch.set_num_threads(1)
+    try:
+        for one in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+            for residual in (False, True):
+                assert one.blocks[0].session(residual).get_session_options().intra_op_num_threads == 2
+        assert optimize(model).blocks[0].session(False).get_session_options().intra_op_num_threads == 1
+    finally:
+        torch.set_num_threads(before)
+    with pytest.raises(ValueError, match="threads=0 must be at least 1"):
+        optimize(model, threads=0)
+
+
+def test_what_a_model_is_used_by_takes_it(small, images):
+    model = small("bvit_ode_heun", depth=2, steps=2)
+    fast = optimize(model)
+    split = cifar.Split(torch.randint(256, (7, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (7,)))
+    (ours,), (theirs,) = (evaluate.evaluate(one, split) for one in (fast, model))
+    for key in ("top1", "NFE", "MACs", "parameters", "solver"):
+        assert ours[key] == theirs[key], key
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    with torch.inference_mode():
+        for ours, theirs in zip(*(one.forward_intermediates(images, intermediates_only=True) for one in (fast, model))):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    again = evaluate.rebuild(fast, solver="rk4")
+    assert not any(isinstance(module, OnnxBlock) for module in again.modules())
+    assert largest_difference(again, evaluate.rebuild(model, solver="rk4"), images) < 1e-5
+
+
 def test_a_model_in_another_dtype_becomes_float32(small, images):
     model = small("bvit")
     fast = optimize(copy.deepcopy(model).double())
@@ -123,8 +163,11 @@ def test_what_it_cannot_do_is_an_error(small, images):
         fast(images, is_causal=True)
     with pytest.raises(ValueError, match="takes no masks"):
         fast(images, attn_mask=torch.ones(64, 64, dtype=torch.bool))
-    with pytest.raises(RuntimeError, match="no gradients"):
+    with pytest.raises(RuntimeError, match="no derivatives"):
         fast(images.clone().requires_grad_())
+    z = torch.randn(2, 64, 32)
+    with pytest.raises(RuntimeError, match="no derivatives"):
+        torch.func.jvp(fast.step, (z,), (z,))
     with pytest.raises(ValueError, match=r"torch\.float64 on cpu"):
         fast.double()(images.double())
     with pytest.raises(ValueError, match="blocks have been replaced"):
