@@ -140,3 +140,10 @@ def test_every_anchor_says_what_is_known_of_it():
         assert all(line.values()), line
         assert re.match(r"\d\d(\.\d)?( claimed, about \d\d reproduced)?$", anchor.top1), anchor
         assert anchor.parameters == "not stated" or 0 < float(anchor.parameters) < 10, anchor
+
+
+def test_the_readme_and_the_results_have_the_page():
+    page = zoo.page(rows.read(*sorted(rows.RESULTS.glob("*.jsonl"))))
+    readme = (rows.ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme.split("<!-- cost: python -m benchmarks.zoo -->\n")[1].split("<!-- /cost -->")[0] == page
+    assert (rows.RESULTS / "zoo.md").read_text(encoding="utf-8") == page
