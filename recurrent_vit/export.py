@@ -170,8 +170,8 @@ def block_to_onnx(block: ResidualBlock, residual: bool, int8: bool = False) -> b
     Raises:
         RuntimeError: As in :func:`export_onnx`.
     """
-    width: Any = block.attn.qkv.in_features
-    x = torch.zeros(2, 3, width)
+    attention: Any = block.attn
+    x = torch.zeros(2, 3, attention.qkv.in_features)
     return module_to_onnx(_Block(block, residual), x, {0: "batch", 1: "tokens"}, int8)
 
 
