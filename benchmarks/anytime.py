@@ -21,9 +21,7 @@ It wants an otherwise idle machine.
 """
 
 import argparse
-import json
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,7 +35,7 @@ from recurrent_vit.anytime import Anytime
 from . import accuracy, rows
 from .measure import Settings, alternate, infer, milliseconds, report
 from .rows import Row
-from .usage import usage_errors
+from .usage import record, usage_errors
 
 __all__ = ["BATCH", "LOSSES", "main", "outcomes", "times"]
 
@@ -122,7 +120,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         measured.append({**row, **origin})
         ratio = f", {row['ratio']:.3f} times as fast" if row["ratio"] else ""
         report(f"  {row['subject']}: {row['median']:.4g} ms{ratio}")
-    _record(measured, arguments)
+    record(measured, None if arguments.limit else arguments.out or rows.RESULTS / "anytime.jsonl")
+    _draw(measured, arguments)
 
 
 def _describe(row: Row) -> str:
@@ -133,13 +132,7 @@ def _describe(row: Row) -> str:
     )
 
 
-def _record(measured: list[Row], arguments: argparse.Namespace) -> None:
-    if arguments.limit:
-        sys.stdout.writelines(json.dumps(row) + "\n" for row in measured)
-    else:
-        out = arguments.out or rows.RESULTS / "anytime.jsonl"
-        rows.append(out, measured)
-        report(f"{len(measured)} rows appended to {out}")
+def _draw(measured: list[Row], arguments: argparse.Namespace) -> None:
     if arguments.plot:
         curves = [row for row in measured if row["benchmark"] == "anytime curve"]
         points = [row for row in measured if row["benchmark"] == "anytime"]

@@ -29,9 +29,7 @@ It wants an otherwise idle machine.
 
 import argparse
 import copy
-import json
 import shlex
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,7 +54,7 @@ from .cross import paired
 from .measure import TIMM_VIT, Settings, alternate, build, milliseconds, report, sample
 from .rows import Row
 from .speed import GEMM, GEMM_SIZE
-from .usage import check_out, usage_errors
+from .usage import check_out, record, usage_errors
 
 __all__ = ["Engine", "accuracies", "engines", "main", "speeds", "vit_engines"]
 
@@ -286,20 +284,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in accuracies(subject.name, ours, test):
         measured.append({**row, **origin})
         report(f"  {row['subject']}: {100 * row['top1']:.2f} %, {100 * row['lost']:.2f} points lost")
-    _record(measured, arguments)
+    record(measured, None if arguments.limit else arguments.out or rows.RESULTS / "engines.jsonl")
 
 
 def _ratio(row: Row) -> str:
     return f"{row['ratio']:.3f} x {row['reference']}" if row["reference"] else "the reference"
-
-
-def _record(measured: list[Row], arguments: argparse.Namespace) -> None:
-    if arguments.limit:
-        sys.stdout.writelines(json.dumps(row) + "\n" for row in measured)
-        return
-    out = arguments.out or rows.RESULTS / "engines.jsonl"
-    rows.append(out, measured)
-    report(f"{len(measured)} rows appended to {out}")
 
 
 def _prepare(arguments: argparse.Namespace) -> tuple[accuracy.Subject, Any, cifar.Split, cifar.Split]:

@@ -1,8 +1,10 @@
 """What the programs check of their arguments, and how they tell of a mistake: in one line, before the long work."""
 
 import argparse
+import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,7 +12,11 @@ import torch
 
 from recurrent_vit import weights
 
-__all__ = ["check_device", "check_out", "usage_errors"]
+from . import rows
+from .measure import report
+from .rows import Row
+
+__all__ = ["check_device", "check_out", "record", "usage_errors"]
 
 
 @contextmanager
@@ -59,3 +65,12 @@ def check_out(path: Path) -> None:
         raise IsADirectoryError(f"--out {str(path)!r} is a folder; give a file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise PermissionError(f"--out {str(path)!r} may not be written")
+
+
+def record(measured: Sequence[Row], out: Path | None) -> None:
+    """Append the rows to a file, or print them as JSON lines where there is none."""
+    if out is None:
+        sys.stdout.writelines(json.dumps(row) + "\n" for row in measured)
+        return
+    rows.append(out, measured)
+    report(f"{len(measured)} rows appended to {out}")
