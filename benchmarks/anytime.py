@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recurrent_vit import RecurrentVisionTransformer, calibration, cifar
+from recurrent_vit import RecurrentVisionTransformer, augment, calibration, cifar
 from recurrent_vit.anytime import Anytime
 
 from . import accuracy, rows
@@ -83,7 +83,7 @@ def times(
     name: str, model: RecurrentVisionTransformer, test: cifar.Split, measured: Sequence[Row], rounds: int, device: str
 ) -> Iterator[Row]:
     """Rows of "anytime time": the plain model, and each criterion at the thresholds of the rows of "anytime"."""
-    images = cifar.normalize(test.images[: BATCH * BATCHES].to(device)).split(BATCH)
+    images = augment.normalize(test.images[: BATCH * BATCHES].to(device)).split(BATCH)
     modules: dict[str, nn.Module] = {f"{name} plain": model.eval()}
     for row in measured:
         if row["benchmark"] == "anytime":

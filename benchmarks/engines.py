@@ -45,7 +45,7 @@ import torch._inductor.config  # for patch, which has no public name
 from torch import Tensor, nn
 
 import recurrent_vit
-from recurrent_vit import Anytime, calibration, cifar, evaluate, export
+from recurrent_vit import Anytime, augment, calibration, cifar, evaluate, export
 from recurrent_vit.optimized import start_session
 from recurrent_vit.zoo import describe
 
@@ -257,7 +257,7 @@ def _classes(engine: Engine, split: cifar.Split, batch: int, name: str) -> Tenso
     parts = split.images.split(batch)
     with _running(engine):
         for part in evaluate.progress_bar(parts, name, len(parts), shown=True):
-            logits = engine.logits(cifar.normalize(part))
+            logits = engine.logits(augment.normalize(part))
             found.append(logits.argmax(-1).masked_fill(~logits.isfinite().all(-1), -1))
     return torch.cat(found)
 
@@ -277,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ours = engines(model.eval(), threshold)
     theirs = vit_engines(build(TIMM_VIT, Settings()).eval())
     measured: list[Row] = []
-    images, macs = cifar.normalize(sample(test, 256).images), (model.macs, describe("vit_cifar")["MACs"])
+    images, macs = augment.normalize(sample(test, 256).images), (model.macs, describe("vit_cifar")["MACs"])
     for row in speeds(subject.name, ours, theirs, macs, images, arguments.rounds):
         measured.append({**row, **origin})
         report(f"  {row['subject']} x{row['batch']}: {row['images_per_s']:,.0f} images/s, {_ratio(row)}")

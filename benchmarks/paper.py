@@ -41,7 +41,7 @@ import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor
 
-from recurrent_vit import cifar, evaluate, runs, train
+from recurrent_vit import augment, cifar, evaluate, runs, train
 from recurrent_vit.losses import backward_stages
 from recurrent_vit.recipes import PFLOP, RECIPES, Recipe, make_plan
 from recurrent_vit.zoo import VARIANTS
@@ -61,7 +61,7 @@ class Epoch(NamedTuple):
     mirrored: Tensor  # bool (U, B)
 
 
-def draw_epoch(images: int, batch: int, augmentation: cifar.Augmentation, epoch: int, seed: int) -> Epoch:
+def draw_epoch(images: int, batch: int, augmentation: augment.Augmentation, epoch: int, seed: int) -> Epoch:
     """The rows and draws that `cifar.batches` uses in that epoch, on the CPU."""
     order = cifar.epoch_order(images, epoch=epoch, seed=seed)
     rows = order[: images // batch * batch].view(-1, batch)
@@ -113,7 +113,8 @@ class Captured:
         self.ema = ModelEmaV3(self.model, decay=recipe.ema_decay)
         self.optimizer = train.make_optimizer(self.model, recipe)
         self.augmentation = recipe.augmentation(self.leg.phase)
-        self.mean, self.std = (torch.tensor(row, device=self.device).view(3, 1, 1) for row in (cifar.MEAN, cifar.STD))
+        colours = (torch.tensor(row, device=self.device) for row in (augment.MEAN, augment.STD))
+        self.mean, self.std = (row.view(3, 1, 1) for row in colours)
         size = self.leg.phase.batch_size
         self.epoch = Epoch(
             torch.zeros(self.leg.per_epoch, size, dtype=torch.int64, device=self.device),
@@ -160,10 +161,10 @@ class Captured:
         self.done += 1
 
     def _augmented(self, images: Tensor, offsets: Tensor, mirrored: Tensor) -> Tensor:
-        """As `cifar.Augmentation`, whose mean and std come from the CPU, which a capture doesn't allow."""
-        images = cifar.mirror(cifar.shift(images, offsets), mirrored)
+        """As `augment.Augmentation`, whose mean and std come from the CPU, which a capture doesn't allow."""
+        images = augment.mirror(augment.shift(images, offsets), mirrored)
         images = images.float().mul_(1 / 255).sub_(self.mean).div_(self.std)
-        return cifar.downsample(images, self.leg.phase.size)
+        return augment.downsample(images, self.leg.phase.size)
 
     def capture(self) -> "torch.cuda.CUDAGraph | None":
         """Make the graph of one update; without a GPU, None. The state is afterwards what it was at the start."""

@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .cifar import Split, batches, batches_per_epoch, normalize
+from .augment import normalize
+from .cifar import Split, batches, batches_per_epoch
 from .evaluate import checked, evaluation_mode, first_parameter, overflows, progress_bar, standard_error
 from .limits import bounded_horizon
 from .measures import (

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .cifar import Split, normalize
+from .augment import normalize
+from .cifar import Split
 from .dynamics import accuracy
 from .evaluate import checked, evaluation_mode, first_parameter, overflows, progress_bar
 from .limits import MAX_STEP_SIZE, bounded_float

@@ -18,7 +18,7 @@ from typing import Any
 
 import timm
 
-from .cifar import Augmentation
+from .augment import Augmentation
 from .limits import PLAIN
 from .model import RecurrentVisionTransformer
 
@@ -74,7 +74,7 @@ class Recipe:
         decay: The form of the fall, "linear" or "cosine".
         label_smoothing: Of the cross-entropy.
         dropout: After the attention projection, the gate, and the last linear layer (timm's proj_drop_rate).
-        flip: As in `cifar.Augmentation`.
+        flip: As in `augment.Augmentation`.
         ema_decay: Of the moving average.
         ema_warmup: Whether its decay starts at 0 and rises as t / (10 + t), t counting updates.
         publish: Which weights are kept as the result, "raw" or "ema"; decided beforehand.

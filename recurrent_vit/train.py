@@ -27,7 +27,7 @@ from timm.optim import Muon
 from timm.utils import ModelEmaV3
 from torch import Tensor
 
-from . import cifar, runs
+from . import augment, cifar, runs
 from .losses import average_gradients, backward_stages
 from .model import RecurrentVisionTransformer
 from .recipes import PFLOP, Leg, Recipe, make_plan
@@ -266,7 +266,7 @@ def _start(job: Job) -> State:
     torch.manual_seed(job.seed)
     model = job.build(job.plan[0])
     if job.recipe.whiten:
-        whiten(model, cifar.normalize(job.train.images[:5000]))
+        whiten(model, augment.normalize(job.train.images[:5000]))
     head: Any = model.head
     with torch.no_grad():
         head.weight.mul_(job.recipe.head_scale)

@@ -20,7 +20,8 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import VisionTransformer
 
 from . import checks, weights
-from .cifar import FINE_NAMES, MEAN, STD
+from .augment import MEAN, STD
+from .cifar import FINE_NAMES
 from .model import RecurrentVisionTransformer
 
 __all__ = ["VARIANTS", "Variant", "default_cfgs", "describe"]  # register_model adds each name

@@ -19,8 +19,9 @@ from benchmarks import tables as benchmark_tables
 from recurrent_vit import calibration, cifar
 from recurrent_vit.__main__ import main
 from recurrent_vit.anytime import CRITERIA, Anytime, Look, is_sound, parse
+from recurrent_vit.augment import normalize
 from recurrent_vit.calibration import Records, at, calibrate, choose, curve, measure, plot_curve, record, uniform
-from recurrent_vit.cifar import Split, normalize
+from recurrent_vit.cifar import Split
 from recurrent_vit.evaluate import evaluate
 from recurrent_vit.limits import PLAIN
 

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import accuracy, cross, rows, tables
 from benchmarks.measure import sample
-from recurrent_vit import cifar, evaluate, runs, weights
+from recurrent_vit import augment, cifar, evaluate, runs, weights
 
 SMALL = {"embed_dim": 16, "num_heads": 2, "num_classes": 10, "patch_size": 8}
 MODELS = {
@@ -60,7 +60,7 @@ def trained(small, split):
             for parameter in model.blocks.parameters():
                 parameter.add_(0.3 * torch.randn_like(parameter))
             torch.nn.init.normal_(model.head.weight)
-            split.labels[::2] = model(cifar.normalize(split.images)).argmax(1)[::2]
+            split.labels[::2] = model(augment.normalize(split.images)).argmax(1)[::2]
         return model
 
     return build
@@ -176,7 +176,7 @@ def test_classes_are_those_of_the_forward_pass(steps, batch_size, trained, split
     twin = evaluate.rebuild(model)
     twin.set_horizon(steps)
     with torch.no_grad():
-        expected = twin(cifar.normalize(split.images)).argmax(1)
+        expected = twin(augment.normalize(split.images)).argmax(1)
     assert torch.equal(classes, expected)
     assert row["top1"] == pytest.approx((classes == split.labels).double().mean().item())
     assert row["horizon"] == steps

@@ -8,7 +8,7 @@ import torch
 import recurrent_vit  # noqa: F401 (registers the names)
 from benchmarks import accuracy, engines, rows, tables
 from benchmarks.measure import TIMM_VIT, Settings, build
-from recurrent_vit import cifar
+from recurrent_vit import augment, cifar
 
 TINY = {"embed_dim": 16, "num_heads": 2, "patch_size": 8}
 
@@ -41,7 +41,7 @@ def vit():
 
 
 def test_every_engine_computes_the_logits_of_the_model(model, split):
-    images = cifar.normalize(split.images)
+    images = augment.normalize(split.images)
     ours = engines.engines(model, None)
     assert list(ours) == [
         *("eager", "compiled", "frozen", "onnx", "onnx int8"),
@@ -56,7 +56,7 @@ def test_every_engine_computes_the_logits_of_the_model(model, split):
 
 
 def test_every_engine_computes_the_logits_of_a_vit(vit, split):
-    images = cifar.normalize(split.images)
+    images = augment.normalize(split.images)
     with torch.inference_mode():
         expected = vit(images)
         for name, engine in engines.vit_engines(vit).items():
@@ -66,7 +66,7 @@ def test_every_engine_computes_the_logits_of_a_vit(vit, split):
 
 def test_speeds_have_a_row_for_each_engine_and_batch(model, vit, split):
     ours, theirs = engines.engines(model, 0.5), engines.vit_engines(vit)
-    measured = list(engines.speeds("m", ours, theirs, (10**9, 10**8), cifar.normalize(split.images), rounds=2))
+    measured = list(engines.speeds("m", ours, theirs, (10**9, 10**8), augment.normalize(split.images), rounds=2))
     subjects = [f"m {name}" for name in ours] + [f"timm_vit {name}" for name in theirs]
     assert [(row["batch"], row["subject"]) for row in measured] == [
         (b, subject) for b in (1, 4) for subject in subjects
@@ -87,7 +87,7 @@ def test_accuracies_are_paired_with_eager(model, split):
         "m eager", "m onnx int8", "m optimized int8", "m early exit", "m early exit int8"
     ]  # fmt: skip
     with torch.inference_mode():
-        images = cifar.normalize(split.images)
+        images = augment.normalize(split.images)
         eager, first = model(images).argmax(-1), model.forward_steps(images)[0].argmax(-1)
     assert found["m eager"]["top1"] == pytest.approx((eager == split.labels).double().mean().item())
     assert (found["m eager"]["lost"], found["m eager"]["agreement"]) == (0, 1)
@@ -119,7 +119,7 @@ def test_each_model_and_batch_size_has_graphs_of_its_own_and_none_runs_eagerly(m
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend=backend, **options))
     ours, theirs = engines._torch_engines(model), engines._torch_engines(vit)
-    list(engines.speeds("m", ours, theirs, (1, 1), cifar.normalize(split.images), rounds=1))
+    list(engines.speeds("m", ours, theirs, (1, 1), augment.normalize(split.images), rounds=1))
     frozen = 1 + len(vit.blocks)
     assert len(compiled) >= 3 * (2 + frozen)
     assert compiled.count(0) == 3 * frozen, "a frozen graph has no parameter among its inputs, another has"
@@ -175,7 +175,7 @@ def test_rows_become_tables(model, vit, split, monkeypatch):
     measured = [
         {**row, **origin}
         for row in (
-            *engines.speeds("m", ours, theirs, (10**9, 10**8), cifar.normalize(split.images), rounds=2),
+            *engines.speeds("m", ours, theirs, (10**9, 10**8), augment.normalize(split.images), rounds=2),
             *engines.accuracies("m", ours, split),
         )
     ]

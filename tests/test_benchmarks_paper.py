@@ -9,7 +9,7 @@ import timm
 import torch
 
 from benchmarks import paper
-from recurrent_vit import cifar, evaluate, hub, runs, train
+from recurrent_vit import augment, cifar, evaluate, hub, runs, train
 from recurrent_vit.recipes import RECIPES, Recipe
 
 TINY = {"embed_dim": 16, "num_heads": 2, "patch_size": 8, "mlp_ratio": 2.0, "steps": 2}
@@ -82,12 +82,12 @@ def test_it_ends_with_the_weights_of_the_ordinary_run(tmp_path, name):
 
 
 def test_an_epoch_is_that_of_the_batches():
-    augmentation = cifar.Augmentation()
+    augmentation = augment.Augmentation()
     drawn = paper.draw_epoch(43, 8, augmentation, epoch=2, seed=5)
     split = pictures()
     for k, batch in enumerate(cifar.batches(split, 8, epoch=2, seed=5, augmentation=augmentation, drop_last=True)):
         assert torch.equal(drawn.rows[k], batch.indices)
-        draws = cifar.Draws(drawn.offsets[k], drawn.mirrored[k], drawn.rows[k])
+        draws = augment.Draws(drawn.offsets[k], drawn.mirrored[k], drawn.rows[k])
         assert torch.equal(augmentation(split.images[drawn.rows[k]], draws), batch.images)
     assert len(drawn.rows) == 43 // 8
 

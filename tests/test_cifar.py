@@ -14,8 +14,9 @@ from PIL import Image
 from torchvision.datasets import CIFAR100
 from torchvision.transforms import v2
 
-from recurrent_vit import cifar
-from recurrent_vit.cifar import Augmentation, Split
+from recurrent_vit import augment, cifar
+from recurrent_vit.augment import Augmentation
+from recurrent_vit.cifar import Split
 
 pa = pytest.importorskip("pyarrow", reason="writing and reading parquet needs pyarrow")
 pq = pytest.importorskip("pyarrow.parquet", reason="writing and reading parquet needs pyarrow")
@@ -169,8 +170,8 @@ def test_real_statistics(real):
     values = torch.arange(256) / 255
     mean = (histograms * values).sum(1) / histograms.sum(1)
     std = ((histograms * (values - mean[:, None]) ** 2).sum(1) / histograms.sum(1)).sqrt()
-    assert torch.allclose(mean, torch.tensor(cifar.MEAN).double(), atol=5e-5)
-    assert torch.allclose(std, torch.tensor(cifar.STD).double(), atol=5e-5)
+    assert torch.allclose(mean, torch.tensor(augment.MEAN).double(), atol=5e-5)
+    assert torch.allclose(std, torch.tensor(augment.STD).double(), atol=5e-5)
 
 
 @needs_data
@@ -436,23 +437,23 @@ def shifted(image, rows, columns, padding=4):
 
 def test_normalize():
     images = noise(5).images
-    mean, std = (np.array(values).reshape(3, 1, 1) for values in (cifar.MEAN, cifar.STD))
+    mean, std = (np.array(values).reshape(3, 1, 1) for values in (augment.MEAN, augment.STD))
     expected = (images.numpy() / 255 - mean) / std
-    found = cifar.normalize(images)
+    found = augment.normalize(images)
     assert found.dtype == torch.float32
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
     with pytest.raises(ValueError, match=r"images must be uint8, got torch\.float32"):
-        cifar.normalize(found)
+        augment.normalize(found)
 
 
 @pytest.mark.parametrize("size", [16, 20, 24, 32])
 def test_downsample_is_that_of_pillow(size):
-    images = cifar.normalize(noise(3).images)
+    images = augment.normalize(noise(3).images)
     expected = [
         [np.asarray(Image.fromarray(channel).resize((size, size), Image.Resampling.BILINEAR)) for channel in image]
         for image in images.numpy()
     ]
-    np.testing.assert_allclose(cifar.downsample(images, size).numpy(), expected, atol=1e-5)
+    np.testing.assert_allclose(augment.downsample(images, size).numpy(), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -465,7 +466,7 @@ def test_downsample_is_that_of_pillow(size):
 )
 def test_downsample_refuses(images, size, says):
     with pytest.raises(ValueError, match=says):
-        cifar.downsample(images, size)
+        augment.downsample(images, size)
 
 
 def test_shift_is_a_crop_of_the_padded_picture():
@@ -473,18 +474,18 @@ def test_shift_is_a_crop_of_the_padded_picture():
     offsets = torch.cartesian_prod(torch.arange(-4, 5), torch.arange(-4, 5))
     images = noise(len(offsets)).images
     expected = [shifted(image.numpy(), *offset) for image, offset in zip(images, offsets.tolist(), strict=True)]
-    np.testing.assert_array_equal(cifar.shift(images, offsets).numpy(), expected)
+    np.testing.assert_array_equal(augment.shift(images, offsets).numpy(), expected)
 
 
 def test_mirror():
     images, mirrored = noise(6).images, torch.tensor([True, False, True, True, False, False])
     expected = [image.numpy()[:, :, :: -1 if flag else 1] for image, flag in zip(images, mirrored, strict=True)]
-    np.testing.assert_array_equal(cifar.mirror(images, mirrored).numpy(), expected)
+    np.testing.assert_array_equal(augment.mirror(images, mirrored).numpy(), expected)
 
 
 def test_alternating_flip_alternates():
     indices = torch.arange(1000)
-    sides = torch.stack([cifar.alternating_flip(indices, epoch, seed=5) for epoch in range(4)])
+    sides = torch.stack([augment.alternating_flip(indices, epoch, seed=5) for epoch in range(4)])
     assert torch.equal(sides[0], ~sides[1])
     assert torch.equal(sides[0], sides[2])
     assert torch.equal(sides[1], sides[3])
@@ -492,12 +493,12 @@ def test_alternating_flip_alternates():
 
 def test_alternating_flip_is_a_fair_coin_of_index_and_seed():
     """Half of the images, half of the neighbours, half of the images under two seeds: within 5 sigma."""
-    coins = torch.stack([cifar.alternating_flip(torch.arange(50_000), 0, seed) for seed in range(20)])
+    coins = torch.stack([augment.alternating_flip(torch.arange(50_000), 0, seed) for seed in range(20)])
     sigma = 0.5 / 50_000**0.5
     for shares in (coins, coins[:, 1:] == coins[:, :-1], coins[1:] == coins[:-1], coins[2:] == coins[:-2]):
         assert (shares.double().mean(1) - 0.5).abs().max() < 5 * sigma
     some = torch.tensor([49_999, 3, 3, 17])
-    assert torch.equal(cifar.alternating_flip(some, 0, seed=0), coins[0, some])
+    assert torch.equal(augment.alternating_flip(some, 0, seed=0), coins[0, some])
 
 
 @pytest.mark.parametrize("padding", [0, 2, 4])
@@ -519,7 +520,7 @@ def test_random_flip_is_fair_and_none_is_none():
     assert share("none") == 0
 
 
-@pytest.mark.parametrize("flip", cifar.FLIPS)
+@pytest.mark.parametrize("flip", augment.FLIPS)
 @pytest.mark.parametrize("size", [None, 24])
 def test_augmentation_is_that_of_each_picture(flip, size):
     augmentation, images = Augmentation(padding=3, flip=flip, size=size), noise(40).images
@@ -528,7 +529,7 @@ def test_augmentation_is_that_of_each_picture(flip, size):
     for image, offset, mirrored in zip(images.numpy(), draws.offsets.tolist(), draws.mirrored, strict=True):
         image = shifted(image, *offset)
         expected.append(torch.from_numpy(image[:, :, ::-1].copy() if mirrored else image.copy()))
-    expected = cifar.downsample(cifar.normalize(torch.stack(expected)), size or 32)
+    expected = augment.downsample(augment.normalize(torch.stack(expected)), size or 32)
     assert torch.equal(augmentation(images, draws), expected)
 
 
@@ -562,8 +563,8 @@ def test_torchvision_transforms_run_per_picture(augmentation, transform):
         torch.manual_seed(seed)
         # both pieces draw, in turn: a RandAugment of no operation draws nothing, erasing of probability 0 one coin
         expected.append(transform(image))
-    assert torch.equal(found, cifar.normalize(torch.stack(expected)))
-    changed = (found != cifar.normalize(images)).flatten(1).any(1)
+    assert torch.equal(found, augment.normalize(torch.stack(expected)))
+    changed = (found != augment.normalize(images)).flatten(1).any(1)
     assert 4 <= changed.sum() <= 24
 
 
@@ -605,7 +606,7 @@ def test_an_epoch_is_a_permutation():
 def test_a_batch_holds_its_pictures_and_labels():
     split = noise(50)
     for images, labels, indices in cifar.batches(split, 16):
-        assert torch.equal(images, cifar.normalize(split.images[indices]))
+        assert torch.equal(images, augment.normalize(split.images[indices]))
         assert torch.equal(labels, split.labels[indices])
 
 
@@ -616,11 +617,11 @@ def test_two_epochs_show_both_sides():
         augmented = list(cifar.batches(split, 16, epoch=epoch, augmentation=Augmentation(0, "alternating")))
         order = torch.cat([batch.indices for batch in augmented]).argsort()
         seen.append(torch.cat([batch.images for batch in augmented])[order])
-    plain = cifar.normalize(split.images)
+    plain = augment.normalize(split.images)
     as_is = (seen[0] == plain).flatten(1).all(1)
     assert 10 <= as_is.sum() <= 40
-    assert torch.equal(seen[0], cifar.mirror(plain, ~as_is))
-    assert torch.equal(seen[1], cifar.mirror(plain, as_is))
+    assert torch.equal(seen[0], augment.mirror(plain, ~as_is))
+    assert torch.equal(seen[1], augment.mirror(plain, as_is))
 
 
 @pytest.mark.parametrize(("drop_last", "sizes"), [(False, [16, 16, 16, 2]), (True, [16, 16, 16])])
@@ -652,8 +653,8 @@ def test_ranks_share_the_batch_of_one_process(world_size):
 
 
 def test_no_two_streams_share_a_seed():
-    keys = itertools.product(cifar.PURPOSES, range(5), range(5), range(20))
-    assert len({cifar._seed_of(*key) for key in keys}) == len(cifar.PURPOSES) * 5 * 5 * 20
+    keys = itertools.product(augment.PURPOSES, range(5), range(5), range(20))
+    assert len({augment.seed_of(*key) for key in keys}) == len(augment.PURPOSES) * 5 * 5 * 20
 
 
 def test_global_generator_is_left_alone():

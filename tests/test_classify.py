@@ -13,7 +13,7 @@ from PIL import Image
 from timm.models import save_for_hf
 
 import recurrent_vit
-from recurrent_vit import cifar, classify
+from recurrent_vit import augment, cifar, classify
 from recurrent_vit.__main__ import main
 
 
@@ -205,7 +205,7 @@ SHAPES = [PICTURE, PICTURE.transpose(T.ROTATE_90), PICTURE.resize((32, 32)), PIC
 def test_the_input_is_the_central_square_resized_and_normalised(small):
     square = PICTURE.crop((4, 0, 44, 40)).resize((32, 32), Image.Resampling.BICUBIC)
     pixels = torch.tensor(np.asarray(square).astype(np.float32) / 255)
-    expected = ((pixels - torch.tensor(cifar.MEAN)) / torch.tensor(cifar.STD)).permute(2, 0, 1)
+    expected = ((pixels - torch.tensor(augment.MEAN)) / torch.tensor(augment.STD)).permute(2, 0, 1)
     torch.testing.assert_close(classify.transform(small("bvit"))(PICTURE), expected)
 
 

@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from recurrent_vit import __main__ as main_module
 from recurrent_vit import cifar, dynamics, figures, measures, printing
 from recurrent_vit.__main__ import main
-from recurrent_vit.cifar import Split, normalize
+from recurrent_vit.augment import normalize
+from recurrent_vit.cifar import Split
 from recurrent_vit.dynamics import jacobians, measure, resolve_horizon, rows
 from recurrent_vit.equilibrium import controls
 from recurrent_vit.measures import (

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from recurrent_vit import equilibrium
-from recurrent_vit.cifar import Split, normalize
+from recurrent_vit.augment import normalize
+from recurrent_vit.cifar import Split
 from recurrent_vit.equilibrium import METHODS, adaptive, anderson, controls, fixed_point
 
 SMALL = {"embed_dim": 16, "num_heads": 2, "num_classes": 10}

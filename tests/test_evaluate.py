@@ -12,7 +12,8 @@ from torch import nn
 
 from recurrent_vit import RecurrentVisionTransformer
 from recurrent_vit import evaluate as module
-from recurrent_vit.cifar import Split, normalize
+from recurrent_vit.augment import normalize
+from recurrent_vit.cifar import Split
 from recurrent_vit.evaluate import check_plot, evaluate, parse_horizons, plot_sweep, rebuild
 
 SMALL = {"embed_dim": 16, "num_heads": 2, "num_classes": 10}

@@ -12,7 +12,7 @@ import timm
 import torch
 
 import recurrent_vit
-from recurrent_vit import Anytime, cifar, evaluate, export
+from recurrent_vit import Anytime, augment, cifar, evaluate, export
 from recurrent_vit.measures import sigma_max
 from recurrent_vit.optimized import OnnxBlock, optimize
 
@@ -192,7 +192,7 @@ def test_a_missing_package_is_named(small, monkeypatch):
 def test_int8_hardly_changes_the_answers_of_trained_weights():
     model = timm.create_model("bvit", pretrained=True).eval()
     split = cifar.load(None, "test")[:200]
-    images = cifar.normalize(split.images)
+    images = augment.normalize(split.images)
     with torch.inference_mode():
         plain, fast = model(images).argmax(-1), optimize(model, int8=True)(images).argmax(-1)
     assert (plain == fast).float().mean() > 0.95

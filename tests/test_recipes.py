@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import timm
 
-from recurrent_vit.cifar import Augmentation
+from recurrent_vit.augment import Augmentation
 from recurrent_vit.recipes import RECIPES, make_plan, schedule_arguments
 
 IMAGES = 50_000

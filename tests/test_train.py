@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from recurrent_vit import cifar, runs, train
+from recurrent_vit import augment, cifar, runs, train
 from recurrent_vit.recipes import RECIPES, Phase, make_plan
 
 TINY = {"embed_dim": 16, "num_heads": 2, "num_classes": 4}
@@ -390,7 +390,7 @@ def test_a_run_is_the_recipe_by_hand(tmp_path, publish):
             "bvit", **TINY, steps=leg.model_args["steps"], dynamic_img_size=True, proj_drop_rate=0.1
         ).train()
         if old is None:
-            train.whiten(model, cifar.normalize(split.images))
+            train.whiten(model, augment.normalize(split.images))
             model.head.weight.data *= 0.1
         optimizer = train.make_optimizer(model, recipe)
         if old is not None:
@@ -398,7 +398,7 @@ def test_a_run_is_the_recipe_by_hand(tmp_path, publish):
             optimizer.load_state_dict(old[1].state_dict())
         average, update = copy.deepcopy(model).requires_grad_(False), 0
         size, epoch = leg.phase.batch_size, leg.first_epoch
-        look = cifar.Augmentation(padding=leg.phase.padding, flip="alternating", size=leg.phase.size)
+        look = augment.Augmentation(padding=leg.phase.padding, flip="alternating", size=leg.phase.size)
         while update < leg.updates:
             for batch in cifar.batches(split, size, epoch=epoch, seed=3, augmentation=look, drop_last=True):
                 factor = recipe.learning_rate((leg.spent + update * leg.flop_per_image * size) / budget)

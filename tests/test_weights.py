@@ -16,7 +16,7 @@ import timm
 import torch
 
 import recurrent_vit
-from recurrent_vit import cifar, hub, runs, weights
+from recurrent_vit import augment, cifar, hub, runs, weights
 from recurrent_vit.__main__ import main
 from recurrent_vit.weights import FILE, checkpoints
 
@@ -92,7 +92,7 @@ def test_a_row_gives_its_transforms(row):
     from PIL import Image
 
     image = Image.new("RGB", (32, 32), (255, 0, 128))
-    expected = (torch.tensor([1.0, 0.0, 128 / 255]) - torch.tensor(cifar.MEAN)) / torch.tensor(cifar.STD)
+    expected = (torch.tensor([1.0, 0.0, 128 / 255]) - torch.tensor(augment.MEAN)) / torch.tensor(augment.STD)
     torch.testing.assert_close(row.transforms()(image)[:, 7, 9], expected)
     assert row.meta["metrics"] == row.metrics
 
