@@ -243,7 +243,10 @@ def test_a_finished_run_is_refused_without_resume(data, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["evaluate", "bvit_ds"], "'bvit_ds' has no published weights; give the folder of a run, or local-dir:PATH"),
+        (
+            ["evaluate", "bvit_small_patch16_224"],
+            "'bvit_small_patch16_224' has no published weights; give the folder of a run, or local-dir:PATH",
+        ),
         (["evaluate", "bvitt"], "'bvitt' is neither a folder nor a name of the zoo (vit_cifar, bvit,"),
         (["evaluate", "."], "has no run.json: it is not the folder of a finished run"),
         (["evaluate", "bvit", "--horizon", "1,x"], "horizon='1,x': 'x' is not a whole number"),
