@@ -293,7 +293,7 @@ def test_provenance_names_machine_and_versions():
     assert origin["hardware"]["threads"] == torch.get_num_threads()
     assert origin["hardware"]["gpu"] is None
     assert origin["versions"]["torch"] == torch.__version__
-    assert set(origin["versions"]) == {"python", "torch", "timm", "torchdiffeq", "recurrent_vit"}
+    assert set(origin["versions"]) == {"python", "torch", "timm", "torchdiffeq", "onnxruntime", "recurrent_vit"}
 
 
 def test_there_is_no_commit_outside_a_checkout(tmp_path, monkeypatch):
