@@ -35,7 +35,7 @@ from recurrent_vit.anytime import Anytime
 from . import accuracy, rows
 from .measure import Settings, alternate, infer, milliseconds, report
 from .rows import Row
-from .usage import record, usage_errors
+from .usage import check_amounts, record, usage_errors
 
 __all__ = ["BATCH", "LOSSES", "main", "outcomes", "times"]
 
@@ -159,12 +159,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[accuracy.Subject, Any, cifa
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for option in ("rounds", "limit"):
-        value = getattr(arguments, option)
-        if value is not None and value < 1:
-            raise ValueError(f"--{option} {value}: give at least 1")
-    if arguments.limit and arguments.out:
-        raise ValueError(f"--limit {arguments.limit}: such rows are not recorded; leave --out away")
+    check_amounts(arguments)
     accuracy.check_places(arguments)
 
 

@@ -54,7 +54,7 @@ from .cross import paired
 from .measure import TIMM_VIT, Settings, alternate, build, milliseconds, report, sample
 from .rows import Row
 from .speed import GEMM, GEMM_SIZE
-from .usage import check_out, record, usage_errors
+from .usage import check_amounts, check_out, record, usage_errors
 
 __all__ = ["Engine", "accuracies", "engines", "main", "speeds", "vit_engines"]
 
@@ -293,12 +293,7 @@ def _ratio(row: Row) -> str:
 
 def _prepare(arguments: argparse.Namespace) -> tuple[accuracy.Subject, Any, cifar.Split, cifar.Split]:
     """All that is needed, checked before the minutes that it takes."""
-    for option in ("rounds", "limit"):
-        value = getattr(arguments, option)
-        if value is not None and value < 1:
-            raise ValueError(f"--{option} {value}: give at least 1")
-    if arguments.limit and arguments.out:
-        raise ValueError(f"--limit {arguments.limit}: such rows are not recorded; leave --out away")
+    check_amounts(arguments)
     if arguments.out:
         check_out(arguments.out)
     export.check_packages("onnx", "onnxscript", "onnxruntime")

@@ -16,7 +16,7 @@ from . import rows
 from .measure import report
 from .rows import Row
 
-__all__ = ["check_device", "check_out", "record", "usage_errors"]
+__all__ = ["check_amounts", "check_device", "check_out", "record", "usage_errors"]
 
 
 @contextmanager
@@ -36,6 +36,20 @@ def usage_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
         yield
     except (OSError, ValueError, ImportError) as error:
         parser.error(str(error))
+
+
+def check_amounts(arguments: argparse.Namespace) -> None:
+    """Whether --rounds and --limit make sense, the latter together with --out.
+
+    Raises:
+        ValueError: One is below 1, or the rows of a smoke run are to be recorded.
+    """
+    for option in ("rounds", "limit"):
+        value = getattr(arguments, option)
+        if value is not None and value < 1:
+            raise ValueError(f"--{option} {value}: give at least 1")
+    if arguments.limit and arguments.out:
+        raise ValueError(f"--limit {arguments.limit}: such rows are not recorded; leave --out away")
 
 
 def check_device(text: str) -> None:

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 
-import recurrent_vit  # noqa: F401 (registers the names)
 from benchmarks import accuracy, engines, rows, tables
 from benchmarks.measure import TIMM_VIT, Settings, build
 from recurrent_vit import augment, cifar
