@@ -40,7 +40,7 @@ from recurrent_vit.limits import FIELDS, LIMITS, PLAIN
 
 from . import accuracy, figures, rows
 from .accuracy import Subject
-from .measure import report, sample
+from .measure import report
 from .rows import Row
 from .usage import usage_errors
 
@@ -320,7 +320,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[list[Subject], list[Recurre
         raise ValueError("NAME is missing, and the package has no checkpoints of one block; give the folder of a run")
     subjects = accuracy.resolve_all(names)
     models = [accuracy.load(subject) for subject in subjects]
-    split = sample(cifar.load(arguments.data, "test"), arguments.limit)
+    split = cifar.sample(cifar.load(arguments.data, "test"), arguments.limit)
     for subject, model in zip(subjects, models):
         try:
             evaluate.checked(model, split)

@@ -2,23 +2,26 @@
 
     python -m benchmarks.engines --data DIR                # bvit_ds; appended to results/engines.jsonl
     python -m benchmarks.engines NAME --data DIR           # a name with weights, the folder of a run, local-dir:PATH
+    python -m benchmarks.engines --data DIR --only accuracy    # or speed
     python -m benchmarks.engines --data DIR --limit 64     # a smoke run on 64 images; printed, never recorded
 
 The engines:
 
 - eager: torch, fp32. The reference.
 - compiled: each block compiled by Inductor, for its shapes; frozen: the same with its weights as constants
+- bf16, bf16 frozen: weights and state in bfloat16, eager and compiled
 - onnx, onnx int8: the file of `recurrent-vit export`, in ONNX Runtime
 - optimized, optimized int8: `recurrent_vit.optimize`
 - early exit, early exit int8: `recurrent_vit.Anytime` of the eager model, and of the optimized one in int8, with a
-  threshold that was calibrated on held-out training images
+  threshold of confidence that was chosen on training images, of which `calibrated_on` says what the model knows
 
-Two kinds of rows, by `benchmark`:
+Three kinds of rows, by `benchmark`:
 
 - "engines": milliseconds for a batch of 1, 16 and 128, over the same test images, the engines in turn within a round
   and backwards in the next; the ratio is speed. `timm_vit`, timm's own ViT of the same widths, untrained, twelve
   blocks, runs under the same engines. gflops counts 2 * MACs for each image, of all steps, whether they were taken or
   not; gemm_fraction is that over the rate of an fp32 matrix product of 2048^3 in the same round.
+- "engines int8": of the same times, int8 in ONNX Runtime beside fp32 there.
 - "engine accuracy": all test images under the engines that compute something else than eager; `lost` is the accuracy of
   eager minus its own, its standard error that of a paired difference.
 
@@ -51,18 +54,20 @@ from recurrent_vit.zoo import describe
 
 from . import accuracy, rows
 from .cross import paired
-from .measure import TIMM_VIT, Settings, alternate, build, milliseconds, report, sample
+from .measure import TIMM_VIT, Settings, alternate, build, milliseconds, report
 from .rows import Row
 from .speed import GEMM, GEMM_SIZE
 from .usage import check_amounts, check_out, record, usage_errors
 
-__all__ = ["Engine", "accuracies", "engines", "main", "speeds", "vit_engines"]
+__all__ = ["Engine", "accuracies", "check_exact", "engines", "main", "speeds", "vit_engines"]
 
 BATCHES = {1: 128, 16: 256, 128: 256}  # batch size: images a round
-LOSS = 0.0025  # of accuracy on the held-out images that early exit may cost: on others it is a little more
+MAX_LOST = 0.0025  # of accuracy, that early exit may cost on the images that its threshold is chosen on
 SETTLE = 0.02  # seconds
-EAGER = "eager"
-EXACT = (EAGER, "compiled", "frozen", "onnx", "optimized")  # their answers differ by rounding alone
+EAGER, EARLY, ONNX, ONNX_INT8 = "eager", "early exit", "onnx", "onnx int8"
+EXACT = (EAGER, "compiled", "frozen", ONNX, "optimized")  # their answers differ by rounding alone
+ROUNDING = 1e-3  # of the largest logit
+PARTS = ("speed", "accuracy")
 
 
 class Engine(NamedTuple):
@@ -92,12 +97,12 @@ def engines(model: Any, threshold: float | None) -> dict[str, Engine]:
     fast = recurrent_vit.optimize(model, int8=True)
     return {
         **_torch_engines(model),
-        "onnx": _onnx_loop(model, int8=False),
-        "onnx int8": _onnx_loop(model, int8=True),
+        ONNX: _onnx_loop(model, int8=False),
+        ONNX_INT8: _onnx_loop(model, int8=True),
         "optimized": Engine(recurrent_vit.optimize(model), threads=1),
         "optimized int8": Engine(fast, threads=1),
-        "early exit": Engine(partial(_early, Anytime(model, "confidence", threshold))),
-        "early exit int8": Engine(partial(_early, Anytime(fast, "confidence", threshold)), threads=1),
+        EARLY: Engine(partial(_early, Anytime(model, "confidence", threshold))),
+        f"{EARLY} int8": Engine(partial(_early, Anytime(fast, "confidence", threshold)), threads=1),
     }
 
 
@@ -105,17 +110,25 @@ def vit_engines(vit: nn.Module) -> dict[str, Engine]:
     """The engines that a plain ViT has."""
     return {
         **_torch_engines(vit),
-        "onnx": _onnx_vit(vit, int8=False),
-        "onnx int8": _onnx_vit(vit, int8=True),
+        ONNX: _onnx_vit(vit, int8=False),
+        ONNX_INT8: _onnx_vit(vit, int8=True),
     }
 
 
 def _torch_engines(model: Any) -> dict[str, Engine]:
+    half = copy.deepcopy(model).bfloat16()
     return {
         EAGER: Engine(model),
         "compiled": Engine(_compiled(model)),
         "frozen": Engine(_to_freeze(model), frozen=True),
+        "bf16": Engine(partial(_in_bf16, half)),
+        "bf16 frozen": Engine(partial(_in_bf16, _to_freeze(half)), frozen=True),
     }
+
+
+def _in_bf16(model: nn.Module, images: Tensor) -> Tensor:
+    logits: Tensor = model(images.bfloat16())
+    return logits.float()
 
 
 def _compiled(model: nn.Module) -> Any:
@@ -188,7 +201,7 @@ def speeds(
     images: Tensor,
     rounds: int,
 ) -> Iterator[Row]:
-    """Rows of "engines".
+    """Rows of "engines" and "engines int8".
 
     Args:
         name: What the rows call our model.
@@ -220,6 +233,26 @@ def speeds(
             rates = [2 * cost * batch / (1e6 * value) for value in per_batch[row["subject"]]]
             fractions = [rate / most for rate, most in zip(rates, gemm)]
             yield {**row, "gflops": round(median(rates), 1), "gemm_fraction": round(median(fractions), 4)}
+        for who in (name, TIMM_VIT):
+            pair = {one: per_batch[one] for one in (f"{who} {ONNX}", f"{who} {ONNX_INT8}") if one in per_batch}
+            if len(pair) == 2:
+                yield from list(rows.compared_cells("engines int8", pair, batch=batch, images=total))[1:]
+
+
+def check_exact(ours: Mapping[str, Engine], images: Tensor) -> None:
+    """Whether the engines that should give eager's logits do.
+
+    Raises:
+        RuntimeError: One does not; says which, and by how much.
+    """
+    logits = {}
+    for name in EXACT:
+        with _running(ours[name]):
+            logits[name] = ours[name].logits(images)
+    for name, found in logits.items():
+        deviation = ((found - logits[EAGER]).abs().max() / logits[EAGER].abs().max()).item()
+        if not deviation <= ROUNDING:
+            raise RuntimeError(f"{name} is off by {deviation:.2g} of the largest logit, more than {ROUNDING:g}")
 
 
 def _time(engine: Engine, parts: Sequence[Tensor]) -> float:
@@ -272,18 +305,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     with usage_errors(parser):
         subject, model, held, test = _prepare(arguments)
     origin = {**rows.provenance("cpu", _command(arguments, subject.name)), "sha256": subject.sha256}
-    threshold = calibration.calibrate(model, held, "confidence", LOSS, batch_size=128, progress=True).threshold
-    origin["threshold"] = threshold
+    threshold = calibration.calibrate(model, held, "confidence", MAX_LOST, batch_size=128, progress=True).threshold
+    chosen_on = calibration.calibrated_on(subject.source, len(held))
+    exits = {"threshold": threshold, "max_lost": MAX_LOST, "calibrated_on": chosen_on}
     ours = engines(model.eval(), threshold)
-    theirs = vit_engines(build(TIMM_VIT, Settings()).eval())
+    images = augment.normalize(cifar.sample(test, max(BATCHES.values())).images)
+    check_exact(ours, images[:16])
     measured: list[Row] = []
-    images, macs = augment.normalize(sample(test, 256).images), (model.macs, describe("vit_cifar")["MACs"])
-    for row in speeds(subject.name, ours, theirs, macs, images, arguments.rounds):
-        measured.append({**row, **origin})
-        report(f"  {row['subject']} x{row['batch']}: {row['images_per_s']:,.0f} images/s, {_ratio(row)}")
-    for row in accuracies(subject.name, ours, test):
-        measured.append({**row, **origin})
-        report(f"  {row['subject']}: {100 * row['top1']:.2f} %, {100 * row['lost']:.2f} points lost")
+    if arguments.only != "accuracy":
+        theirs = vit_engines(build(TIMM_VIT, Settings()).eval())
+        macs = (model.macs, describe("vit_cifar")["MACs"])
+        for row in speeds(subject.name, ours, theirs, macs, images, arguments.rounds):
+            measured.append({**row, **(exits if EARLY in row["subject"] else {}), **origin})
+            report(f"  {row['subject']} x{row['batch']}: {row['images_per_s']:,.0f} images/s, {_ratio(row)}")
+    if arguments.only != "speed":
+        for row in accuracies(subject.name, ours, test):
+            measured.append({**row, **(exits if EARLY in row["subject"] else {}), **origin})
+            report(f"  {row['subject']}: {100 * row['top1']:.2f} %, {100 * row['lost']:.2f} points lost")
     record(measured, None if arguments.limit else arguments.out or rows.RESULTS / "engines.jsonl")
 
 
@@ -301,13 +339,13 @@ def _prepare(arguments: argparse.Namespace) -> tuple[accuracy.Subject, Any, cifa
     model = accuracy.load(subject)
     train, test = cifar.load(arguments.data, "train"), cifar.load(arguments.data, "test")
     held = train[cifar.held_out(train.labels, calibration.HELD_OUT)[1]]
-    return subject, model, sample(held, arguments.limit), sample(test, arguments.limit)
+    return subject, model, cifar.sample(held, arguments.limit), cifar.sample(test, arguments.limit)
 
 
 def _command(arguments: argparse.Namespace, name: str) -> str:
     """The command that measures it again, without the paths of one machine: the folder of the data is called DIR."""
     words = ["python", "-m", "benchmarks.engines", name, "--data", "DIR"]
-    for option in ("rounds", "limit"):
+    for option in ("only", "rounds", "limit"):
         if getattr(arguments, option) != _parser().get_default(option):
             words += [f"--{option}", str(getattr(arguments, option))]
     return shlex.join(words)
@@ -318,6 +356,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=first)
     parser.add_argument("name", metavar="NAME", nargs="?", default="bvit_ds", help="default: %(default)s")
     parser.add_argument("--data", metavar="DIR", help="folder of CIFAR-100 (default: the variable RECURRENT_VIT_DATA)")
+    parser.add_argument("--only", choices=PARTS, help="of what is measured")
     parser.add_argument("--rounds", type=int, default=6, help="of the timing; even (default: %(default)s)")
     parser.add_argument("--limit", type=int, metavar="N", help="a smoke run on N images, only printed")
     parser.add_argument(

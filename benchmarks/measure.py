@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from recurrent_vit import cifar
 from recurrent_vit.zoo import CIFAR, VARIANTS
 
 from . import rows
@@ -119,16 +118,6 @@ def training_update(model: nn.Module, settings: Settings) -> Callable[[], None]:
         optimizer.step()
 
     return update
-
-
-def sample(split: cifar.Split, count: int | None) -> cifar.Split:
-    """So many images of a split, the first in an order that is random and always the same; all if `count` is None.
-
-    Not the first of the split: some sources have class after class.
-    """
-    if count is None or count >= len(split):
-        return split
-    return split[torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:count]]
 
 
 # ---- how it is measured ----------------------------------------------------------------------------------------------

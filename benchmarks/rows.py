@@ -34,8 +34,8 @@ Rows of the control of the field (`fields.KEYS`) have those of `evaluate`, and
     split                        what it was measured on, "held out N": N training images that were set aside
 
 Rows of early exit are of three benchmarks, "anytime", "anytime curve" and "anytime time", which `benchmarks.anytime`
-describes; those of engines of two, "engines" and "engine accuracy" (`benchmarks.engines`). The images per second of the
-zoo are rows of speed. `benchmarks.paper` has no rows: it leaves the folder of a training run.
+describes; those of engines of three, "engines", "engines int8" and "engine accuracy" (`benchmarks.engines`). The images
+per second of the zoo are rows of speed. `benchmarks.paper` has no rows: it leaves the folder of a training run.
 """
 
 import json

@@ -94,6 +94,10 @@ def _engine(row: Row) -> str:
     return f"{row['images_per_s']:,.0f} ({ratio}{row['gemm_fraction']:.0%})"
 
 
+def _threshold(row: Row) -> str:
+    return "never" if row["threshold"] is None else f"{row['threshold']:.4g}"
+
+
 def _number(name: str, form: str) -> Column:
     """A column of plain numbers; empty where the row has none."""
     return Column(lambda row: "" if row.get(name) is None else format(row[name], form))
@@ -129,9 +133,9 @@ CONTROL: Columns = {
 }
 
 
-ENGINES = ("engines", "engine accuracy")
+ENGINES = ("engines", "engines int8", "engine accuracy")
 ANYTIME = ("anytime", "anytime time")
-ANYTIME_KEYS = ("benchmark", "subject", "criterion", "allowed_loss")
+ANYTIME_KEYS = ("benchmark", "subject", "criterion", "max_lost")
 LOST: Columns = {
     "top-1 %": Column(lambda row: f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}"),
     "lost, points": Column(lambda row: f"{100 * row['lost']:.2f} ± {100 * row['lost_stderr']:.2f}"),
@@ -330,9 +334,10 @@ def engine_tables(measured: Iterable[Row]) -> list[Table]:
     Args:
         measured: Rows of one device.
     """
-    found = dict.fromkeys((row["benchmark"], row["subject"]) for row in measured if row["benchmark"] in ENGINES)
-    speed, answers = ([line for line in found if line[0] == benchmark] for benchmark in ENGINES)
-    both = [
+    found = [row for row in measured if row["benchmark"] in ENGINES]
+    lines = dict.fromkeys((row["benchmark"], row["subject"]) for row in found)
+    speed, quantised, answers = ([line for line in lines if line[0] == benchmark] for benchmark in ENGINES)
+    every = [
         Table(
             "Engines",
             "Images per second on test images of CIFAR-100, by batch size; in parentheses the speed relative to the "
@@ -344,16 +349,30 @@ def engine_tables(measured: Iterable[Row]) -> list[Table]:
             shown=("subject",),
         ),
         Table(
+            "Engines: int8",
+            "Both in ONNX Runtime, of the same rounds; the ratio is speed, above 1 faster than the reference.",
+            [(*line, batch) for batch in FULL.batches for line in quantised],
+            {**MEDIAN, **IMAGES, **RATIO},
+            keys=("benchmark", "subject", "batch"),
+            shown=("subject", "batch"),
+        ),
+        Table(
             "Engines: accuracy",
             "On CIFAR-100's test images, of the engines that compute something else than eager; ±: standard error, of "
             "the accuracy lost that of the difference paired by image.",
             answers,
-            {**LOST, "same answer %": _number("agreement", ".1%"), "images": _number("count", ",d")},
+            {
+                **LOST,
+                "same answer": _number("agreement", ".1%"),
+                "images": _number("count", ",d"),
+                "threshold": _number("threshold", ".4g"),
+                "chosen on": Column(lambda row: row.get("calibrated_on", "")),
+            },
             keys=("benchmark", "subject"),
             shown=("subject",),
         ),
     ]
-    return [table for table in both if table.cells]
+    return [table for table in every if table.cells]
 
 
 def anytime_tables(measured: Iterable[Row]) -> list[Table]:
@@ -368,26 +387,28 @@ def anytime_tables(measured: Iterable[Row]) -> list[Table]:
     both = [
         Table(
             "Early exit",
-            "On CIFAR-100's test images, with thresholds that were chosen on training images (calibrated on) for an "
-            "allowed loss of accuracy there. saved: fraction of the evaluations that were not made. ±: standard error, "
-            "of the accuracy lost that of the difference paired by image.",
+            "On CIFAR-100's test images, with thresholds that were chosen on others (calibrated on) to lose at most "
+            "max_lost of the accuracy after all steps there. saved: fraction of the evaluations that were not made. ±: "
+            "standard error, of the accuracy lost that of the difference paired by image. all alike: accuracy if every "
+            "image stopped after the same number of steps, at the same cost (interpolated).",
             list(dict.fromkeys(tuple(row[key] for key in ANYTIME_KEYS) for row in exits)),
             {
-                "threshold": _number("threshold", ".4g"),
+                "threshold": Column(_threshold),
                 "mean NFE": _number("mean_NFE", ".2f"),
                 "saved": _number("saved", ".1%"),
                 **LOST,
+                "all alike, top-1 %": Column(lambda row: f"{100 * row['uniform_top1']:.2f}"),
                 "images": _number("count", ",d"),
                 "calibrated on": Column(lambda row: str(row["calibrated_on"])),
             },
             keys=ANYTIME_KEYS,
-            shown=("subject", "criterion", "allowed_loss"),
+            shown=("subject", "criterion", "max_lost"),
         ),
         Table(
             "Early exit: time",
             "Of a batch of test images, the mean over several; the ratio is speed, above 1 faster than the reference.",
             [(ANYTIME[1], subject) for subject in dict.fromkeys(times)],
-            {**MEDIAN, **RATIO},
+            {"saved": _number("saved", ".1%"), **MEDIAN, **RATIO},
             keys=("benchmark", "subject"),
             shown=("subject",),
         ),

@@ -4,7 +4,7 @@
     >>> from recurrent_vit.cifar import Split
     >>> model = timm.create_model("bvit", embed_dim=16, num_heads=2, steps=3)
     >>> split = Split(torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.tensor([1, 2, 3, 4]))
-    >>> threshold, row, curve = calibrate(model, split, "stable", loss=1.0)
+    >>> threshold, row, curve = calibrate(model, split, "stable", max_lost=1.0)
     >>> threshold, row["mean_steps"], row["exits"]  # if all may be lost, the first check will do
     (1, 1.0, {'1': 4})
 
@@ -18,18 +18,21 @@ What is notable:
 - Several processes don't share a pass: each makes the whole of it, and has the same rows.
 """
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from . import runs
+from . import runs, weights
 from .anytime import CRITERIA, Anytime, Running, is_sound, wide
-from .cifar import Split, batches, batches_per_epoch
+from .cifar import ROWS, Split, batches, batches_per_epoch
 from .evaluate import (
     COLUMNS,
     PRECISIONS,
@@ -46,11 +49,11 @@ from .evaluate import (
 from .limits import bounded_number
 
 __all__ = [
-    "HELD_OUT", "LOSS", "Calibration", "Records",
-    "at", "calibrate", "choose", "curve", "measure", "plot_curve", "record", "uniform",
+    "HELD_OUT", "MAX_LOST", "Calibration", "Records",
+    "at", "calibrate", "calibrated_on", "choose", "curve", "measure", "plot_curve", "record", "uniform", "uniform_top1",
 ]  # fmt: skip
 
-LOSS = 0.005  # of accuracy, that a calibrated threshold may cost: half a point
+MAX_LOST = 0.005  # of accuracy, that a calibrated threshold may cost: half a point
 HELD_OUT = 5000  # training images to calibrate on: those that `train --held-out 5000` sets aside
 
 
@@ -152,6 +155,17 @@ def uniform(records: Records) -> list[Row]:
     return [_row(records, torch.full((count,), k), "uniform", step) for k, step in enumerate(records.steps)]
 
 
+def uniform_top1(records: Records, mean_steps: float) -> float:
+    """The accuracy of stopping all images after the same number of steps, interpolated between the checks.
+
+    Example:
+        >>> right = torch.tensor([[False, True], [False, True]])
+        >>> uniform_top1(Records("margin", (2, 6), torch.empty(2, 1), right, {}), 5)
+        0.75
+    """
+    return float(np.interp(mean_steps, records.steps, records.right.double().mean(0)))
+
+
 def _row(records: Records, exits: Tensor, criterion: str, threshold: float | None) -> Row:
     """The row of images that leave at these checks: int64 (N,), k for the horizon."""
     right = records.right.gather(1, exits[:, None])[:, 0].double()
@@ -202,19 +216,19 @@ def _sweep(records: Records) -> _Sweep:
     return _Sweep(sign * torch.cat([infinite, values[last]]), lost, mean_steps)
 
 
-def choose(records: Records, loss: float = LOSS) -> Row:
-    """The row of the cheapest threshold among those that lose at most `loss` of the accuracy after all steps.
+def choose(records: Records, max_lost: float = MAX_LOST) -> Row:
+    """The row of the cheapest threshold among those that lose at most `max_lost` of the accuracy after all steps.
 
     Its threshold is None if none but never does. All thresholds are considered, so on N images it is met by some luck:
     on others the loss is a little larger; lost_stderr says how much is to be expected.
 
     Args:
         records: Of one criterion, on images that the model wasn't trained on.
-        loss: A fraction of all images, 0 to 1.
+        max_lost: A fraction of all images, 0 to 1.
     """
-    loss = bounded_number("loss", loss, 0, 1)
+    max_lost = bounded_number("max_lost", max_lost, 0, 1)
     sweep = _sweep(records)
-    cheapest = int((sweep.lost <= loss).nonzero()[-1])  # the steps are descending
+    cheapest = int((sweep.lost <= max_lost).nonzero()[-1])  # the steps are descending
     return at(records, _threshold(sweep, cheapest))
 
 
@@ -248,7 +262,7 @@ def calibrate(
     model: nn.Module,
     split: Split,
     criterion: str = "confidence",
-    loss: float = LOSS,
+    max_lost: float = MAX_LOST,
     *,
     least: int | None = None,
     every: int = 1,
@@ -257,14 +271,14 @@ def calibrate(
     precision: str = "fp32",
     progress: bool = False,
 ) -> Calibration:
-    """Choose the threshold that saves most among those that lose at most `loss`, in one pass over the split.
+    """Choose the threshold that saves most among those that lose at most `max_lost`, in one pass over the split.
 
     Args:
         model: A `RecurrentVisionTransformer`.
         split: Labelled images that the model wasn't trained on: on those that it was, it is too sure. Of CIFAR-100,
             take training images that were held out (`cifar.held_out`), never the test images.
         criterion: A key of `CRITERIA`.
-        loss: Of accuracy, as a fraction of all images: 0.005 is half a point.
+        max_lost: Of the accuracy after all steps, as a fraction of all images: 0.005 is half a point.
         least: As in :class:`Anytime`, and to be the same there.
         every: As in :class:`Anytime`, and to be the same there.
         points: The most rows of the curve.
@@ -275,7 +289,7 @@ def calibrate(
     Raises:
         ValueError: A model or split that doesn't fit, or an argument out of range.
     """
-    bounded_number("loss", loss, 0, 1)
+    bounded_number("max_lost", max_lost, 0, 1)
     found = record(
         model,
         split,
@@ -287,8 +301,38 @@ def calibrate(
         progress=progress,
     )
     records = found[criterion]
-    chosen = choose(records, loss)
+    chosen = choose(records, max_lost)
     return Calibration(chosen["threshold"], chosen, curve(records, points))
+
+
+def calibrated_on(source: str | os.PathLike, count: int) -> str:
+    """What a threshold was chosen on, as rows and the command line say it, when it was chosen on held-out images.
+
+    Args:
+        source: Of the model: NAME, NAME.TAG, or the folder of a run.
+        count: Images that were held out, of CIFAR-100's 50,000 training images.
+
+    Returns:
+        Whether the model was trained on them, where that is known.
+
+    Example:
+        >>> calibrated_on("bvit.short_c100", 5000)
+        '5000 training images that it was trained on'
+    """
+    trained_on = _trained_on(str(source))
+    if trained_on is None:
+        return f"{count} training images"
+    unseen = trained_on <= ROWS["train"] - count
+    return f"{count} training images {'held out' if unseen else 'that it was trained on'}"
+
+
+def _trained_on(source: str) -> int | None:
+    """On how many images; None if that is not known."""
+    if Path(source).is_dir():
+        images: int | None = json.loads((Path(source) / "run.json").read_text(encoding="utf-8")).get("images")
+        return images
+    known = {name: row.images for row in reversed(weights.checkpoints()) for name in (row.id, row.name)}
+    return known.get(source)
 
 
 # ---- with exits -----------------------------------------------------------------------------------------------------

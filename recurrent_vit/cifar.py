@@ -32,7 +32,7 @@ from .augment import SIDE, Augmentation, check_argument, generator, normalize
 
 __all__ = [
     "COARSE_NAMES", "COARSE_OF_FINE", "FINE_NAMES", "Batch", "Split",
-    "batches", "batches_per_epoch", "epoch_order", "held_out", "load",
+    "batches", "batches_per_epoch", "epoch_order", "held_out", "load", "sample",
 ]  # fmt: skip
 
 ROWS = {"train": 50_000, "test": 10_000}
@@ -151,6 +151,9 @@ def load(root: str | os.PathLike | None = None, split: str = "train", download: 
 def held_out(labels: Tensor, size: int = 5000, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Split training images in two, for choosing anything without the test set: as many of each class held out.
 
+    Which ones is a matter of their places in the split, so another source with another order is another choice: choose
+    from the source that was trained on.
+
     Args:
         labels: int64 (N,).
         size: how many to hold out, a multiple of the number of classes.
@@ -183,6 +186,26 @@ def held_out(labels: Tensor, size: int = 5000, seed: int = 0) -> tuple[Tensor, T
         members = (labels == label).nonzero().flatten()
         held[members[torch.randperm(len(members), generator=chance)[:per_class]]] = True
     return (~held).nonzero().flatten(), held.nonzero().flatten()
+
+
+def sample(split: Split, count: int | None) -> Split:
+    """So many images of a split, the first in an order that is random and always the same; all if `count` is None.
+
+    Not the first of the split: some sources have class after class.
+
+    Raises:
+        ValueError: count is below 1.
+
+    Example:
+        >>> split = Split(torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.arange(4))
+        >>> len(sample(split, 3)), len(sample(split, None))
+        (3, 4)
+    """
+    if count is None or count >= len(split):
+        return split
+    if count < 1:
+        raise ValueError(f"limit={count} must be at least 1")
+    return split[torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:count]]
 
 
 # Batches ------------------------------------------------------------------------------------------------------------

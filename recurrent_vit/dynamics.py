@@ -227,7 +227,7 @@ def jacobians(
     *,
     horizon: int | None = None,
     steps: Iterable[int] | None = None,
-    count: int = 16,
+    count: int | None = None,
     progress: bool = False,
 ) -> Jacobians:
     """Growth along the orbit at every step, sigma_max and spectral radius at some, of the first images.
@@ -237,13 +237,15 @@ def jacobians(
         split: Labelled images of the model's size.
         horizon: H; default four times the trained number of steps.
         steps: Where to take sigma_max and spectral radius; default 0, half, once and twice the trained number, and H.
-        count: Number of images.
+        count: Number of images; default 16, or fewer, but 4, if a step is more than one application of a block.
         progress: Show a bar on standard error, if that is a terminal.
 
     Raises:
         ValueError: A model or split that doesn't fit, or an argument out of range.
     """
     model, horizon = checked(model, split), resolve_horizon(model, horizon)
+    if count is None:
+        count = max(4, 16 // (model.depth * model.evaluations_per_step))
     at = _linearised(model.steps * model.stages, horizon) if steps is None else tuple(sorted(set(steps)))
     if not at or at[0] < 0 or at[-1] > horizon:
         raise ValueError(f"steps={at} must be from 0 to the horizon, {horizon}")

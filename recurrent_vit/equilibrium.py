@@ -18,7 +18,6 @@ arrived what merely grows: the blocks normalise what they read, so that f stays 
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -35,7 +34,6 @@ from .model import RecurrentVisionTransformer
 
 __all__ = ["METHODS", "Solution", "adaptive", "anderson", "controls", "fixed_point"]
 
-METHODS = ("fixed_point", "anderson", "dopri5")
 MAX_EVALUATIONS = 100_000
 BLOCK_APPLICATIONS = 200  # that `controls` spends on an image, a method
 
@@ -149,10 +147,12 @@ def _iterate(
     while True:
         slope = field(z)
         residual = trace.note(z, slope, len(trace.residuals) + 1)
-        settled = (residual <= tolerance) | ~residual.isfinite()
+        converged = residual <= tolerance
+        settled = converged | ~residual.isfinite()
         if settled.all() or len(trace.residuals) == max_evaluations:
-            return trace.solution(z, residual <= tolerance, len(trace.residuals))
-        z = advance(z, slope)
+            return trace.solution(z, converged, len(trace.residuals))
+        place = settled.view(-1, *[1] * (z.dim() - 1))
+        z = torch.where(place, z, advance(z, slope))  # what has settled waits, whatever the other images do
 
 
 class _Trace:
@@ -298,6 +298,8 @@ def _import_odeint() -> Any:
 
 # ---- all of them on a model ------------------------------------------------------------------------------------------
 
+METHODS: dict[str, Callable[..., Solution]] = {"fixed_point": fixed_point, "anderson": anderson, "dopri5": adaptive}
+
 
 def controls(
     model: nn.Module,
@@ -314,7 +316,7 @@ def controls(
     Args:
         model: A `RecurrentVisionTransformer`; its own solver and horizon play no part, its field does.
         split: Labelled images of the model's size.
-        methods: Of METHODS. dopri5 integrates up to the trained number of steps times the step size.
+        methods: Keys of METHODS. dopri5 integrates up to the trained number of steps times the step size.
         count: Number of images.
         tolerance: Of each solver.
         max_evaluations: Of each solver; default 200 applications of a block, so fewer of a set of several.
@@ -325,7 +327,7 @@ def controls(
 
         - method, NFE, tolerance
         - converged: fraction of the images
-        - residual: median of the last |f(z)| / |f(z_0)| over the images that are finite; None if there are none
+        - field_left: median of the last |f(z)| / |f(z_0)| over the images that are finite; None if there are none
         - top1, top1_stderr: fraction of correct predictions from the last state
         - non_finite: images whose state or logits are not finite; they count as wrong
         - count: images
@@ -356,27 +358,22 @@ def _run(
     max_evaluations: int,
     progress: bool,
 ) -> Iterator[tuple[Row, Solution]]:
-    time = model.steps * model.stages * model.step_size
-    solvers: dict[str, Callable[..., Solution]] = {
-        "fixed_point": fixed_point,
-        "anderson": anderson,
-        "dopri5": partial(adaptive, time=time),
-    }
+    options: dict[str, Any] = {"tolerance": tolerance, "max_evaluations": max_evaluations}
     images = normalize(split.images).to(first_parameter(model))
     for name in progress_bar(methods, "controls", len(methods), progress, unit="method"):
         with evaluation_mode(model), torch.no_grad():
-            start = model.initial_state(images)
-            solution = solvers[name](model.vector_field, start, tolerance=tolerance, max_evaluations=max_evaluations)
+            more = {"time": model.steps * model.stages * model.step_size} if name == "dopri5" else {}
+            solution = METHODS[name](model.vector_field, model.initial_state(images), **options, **more)
             logits = model.forward_head(model.norm(solution.state)).double()
         finite = (logits.isfinite().all(-1) & ~overflows(solution.state)).cpu()
         correct = (logits.argmax(-1).cpu() == split.labels.cpu()) & finite
-        residual = torch.nanquantile(solution.residuals[-1], 0.5).item()
+        left = torch.nanquantile(solution.residuals[-1], 0.5).item()
         row = {
             "method": name,
             "NFE": solution.nfe,
             "tolerance": tolerance,
             "converged": solution.converged.double().mean().item(),
-            "residual": residual if math.isfinite(residual) else None,
+            "field_left": left if math.isfinite(left) else None,
             **accuracy(correct, finite),
         }
         yield row, solution

@@ -13,10 +13,10 @@ What is notable:
   no upper bound. Whoever takes the number from a stranger has to bound it.
 - Inside the file, matrices are stored as they are multiplied (in x out). torch stores them transposed, and a Transpose
   between weight and product, one for each evaluation of a solver, would keep the product from being quantised.
-- int8: weights per output channel, activations per tensor, at run time, where a matrix is multiplied with a weight. The
-  last layer of an MLP is left out, since it made most of the error: what it reads, in a gate a product of two numbers,
-  has rare large values, which would set the scale of all others. It is computed in fp32, as all else is, attention too,
-  from weights that are stored in 16 bits.
+- int8: weights per output channel, activations per tensor, at run time, where a matrix is multiplied with a weight; all
+  else, attention too, is fp32. What the last layer of an MLP reads, in a gate a product of two numbers, has rare large
+  values in few tokens, which would set the scale for all: each token is divided by its largest value before, and the
+  product multiplied by it after, which in exact arithmetic changes nothing.
 - The quantised products are counted, since the quantiser leaves out, without a word, those it doesn't understand.
 - The file says what it is (`metadata_props`): classes, mean, std, trained horizon, solver, licence, source, versions.
 """
@@ -32,7 +32,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -48,10 +47,11 @@ __all__ = [
 ]  # fmt: skip
 
 SUFFIX = ".onnx"
+TINY = 1e-30  # keeps a token of zeros from being divided by zero
 MAX_UNROLLED = 1_000  # block applications in one graph; tracing them takes time
 # 7 bits for weights: on x86 without VNNI, sums of two 8-bit products saturate (onnxruntime's advice on quantisation)
 INT8 = {"per_channel": True, "reduce_range": True}
-NOT_QUANTISED = "fc2"  # the last layer of an MLP
+BY_TOKEN = "fc2"  # the last layer of an MLP
 
 
 def export_onnx(
@@ -67,7 +67,7 @@ def export_onnx(
         path: A file that ends in .onnx. It appears whole or not at all; an existing one is replaced.
         fixed_horizon: Write so many steps one after the other, without a loop and without the input `steps`, for a
             runtime that has no loops.
-        int8: Quantise the products with weights, but for the last of a block's MLP, to a third of the size.
+        int8: Quantise the products with weights, to less than a third of the size.
 
     Returns:
         The metadata in the file. Lists and numbers are JSON.
@@ -75,8 +75,9 @@ def export_onnx(
         - model, checkpoint, sha256: name of the architecture; the published checkpoint with these weights, or ""; of
           the weights as a safetensors file
         - input_size: channels, height, width
-        - license, classes, mean, std, interpolation, crop_pct: as `model.pretrained_cfg` has them; classes only if
-          there are as many as the model has
+        - license: of that checkpoint, or ""
+        - classes, mean, std, interpolation, crop_pct: as `model.pretrained_cfg` has them; classes only if there are as
+          many as the model has
         - trained_horizon: steps * stages, what to give as `steps` unless something speaks for another number
         - fixed_horizon: null, or the number of steps that is built in
         - depth, solver, field, step_size, nfe_per_step, precision, versions
@@ -92,10 +93,10 @@ def export_onnx(
     twin = copy_for_inference(model)
     horizon = _checked_horizon(twin, fixed_horizon)
     facts = _facts(twin, horizon, int8)
-    _store_as_multiplied(twin)
+    _store_as_multiplied(twin, int8)
     proto = _to_onnx(twin, horizon)
     if int8:
-        proto = _quantised(proto, _count_quantised(twin, horizon))
+        proto = _quantised(proto, _count_in_graph(twin, horizon))
     content = _finished(proto, facts)
     runs.write_atomically(Path(path), lambda file: file.write(content))
     return facts
@@ -165,7 +166,7 @@ def block_to_onnx(block: ResidualBlock, residual: bool, int8: bool = False) -> b
     Args:
         block: A `ResidualBlock` in float32, on the CPU, in evaluation mode. It stays as it is.
         residual: Which of the two.
-        int8: Quantise the products with weights, but for the last of its MLP.
+        int8: Quantise the products with weights.
 
     Raises:
         RuntimeError: As in :func:`export_onnx`.
@@ -182,16 +183,16 @@ def module_to_onnx(module: nn.Module, x: Tensor, dynamic: dict[int, str], int8: 
         module: In float32, on the CPU, in evaluation mode. It stays as it is.
         x: An input to trace it with.
         dynamic: Names of the dimensions of x that may change.
-        int8: Quantise the products with weights, but for those of layers called `fc2`.
+        int8: Quantise the products with weights, those of layers called `fc2` token by token.
 
     Raises:
         RuntimeError: As in :func:`export_onnx`.
     """
     module = copy.deepcopy(module).eval()
-    _store_as_multiplied(module)
+    _store_as_multiplied(module, int8)
     proto = _trace(module, (x,), {"x": dynamic}, "y")
     if int8:
-        proto = _quantised(proto, _products_to_quantise(module))
+        proto = _quantised(proto, _count_products(module))
     return _finished(proto, {})
 
 
@@ -246,15 +247,23 @@ class _Block(nn.Module):
 
 
 class _Product(nn.Module):
-    """A linear layer that stores its matrix as it is multiplied: x @ weight + bias, with weight (in, out)."""
+    """A linear layer that stores its matrix as it is multiplied: x @ weight + bias, with weight (in, out).
 
-    def __init__(self, linear: nn.Linear) -> None:
+    By token, as m ((x / m) @ weight) + bias, with the largest |x| of the token as m.
+    """
+
+    def __init__(self, linear: nn.Linear, by_token: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(linear.weight.detach().T.contiguous(), requires_grad=False)
         self.bias = linear.bias
+        self.by_token = by_token
 
     def forward(self, x: Tensor) -> Tensor:
-        y = x @ self.weight
+        if self.by_token:
+            largest = torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)).clamp(min=TINY)
+            y = largest * ((x / largest) @ self.weight)
+        else:
+            y = x @ self.weight
         return y if self.bias is None else y + self.bias
 
 
@@ -290,22 +299,22 @@ def _checked_horizon(model: RecurrentVisionTransformer, fixed_horizon: int | Non
     return horizon
 
 
-def _store_as_multiplied(model: nn.Module) -> None:
+def _store_as_multiplied(model: nn.Module, int8: bool) -> None:
     """Replace the linear layers of a model."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:  # a subclass may do something else
-                setattr(module, name, _Product(child))
+                setattr(module, name, _Product(child, by_token=int8 and name == BY_TOKEN))
 
 
-def _count_quantised(model: RecurrentVisionTransformer, horizon: int | None) -> int:
-    """Products to quantise in the graph: those of the blocks once for each evaluation in it, the others once."""
-    in_blocks, in_all = _products_to_quantise(model.blocks), _products_to_quantise(model)
+def _count_in_graph(model: RecurrentVisionTransformer, horizon: int | None) -> int:
+    """Products with weights in the graph: those of the blocks once for each evaluation in it, the others once."""
+    in_blocks, in_all = _count_products(model.blocks), _count_products(model)
     return in_blocks * model.evaluations_per_step * (horizon or 1) + in_all - in_blocks
 
 
-def _products_to_quantise(module: nn.Module) -> int:
-    return sum(isinstance(part, _Product) and not name.endswith(NOT_QUANTISED) for name, part in module.named_modules())
+def _count_products(module: nn.Module) -> int:
+    return sum(isinstance(part, _Product) for part in module.modules())
 
 
 def _traceable(
@@ -337,8 +346,8 @@ def _trace(module: nn.Module, arguments: tuple[Tensor, ...], dynamic: dict[str, 
     """A module as a ModelProto; its inputs are called as the keys of the dynamic shapes."""
     with torch.no_grad():
         program: Any = torch.onnx.export(
-            module, arguments, dynamo=True, dynamic_shapes=dynamic, input_names=list(dynamic), output_names=[output],
-            external_data=False, verbose=False,
+            module, arguments, dynamo=True, dynamic_shapes=tuple(dynamic.values()), input_names=list(dynamic),
+            output_names=[output], external_data=False, verbose=False,
         )  # fmt: skip
     proto = program.model_proto
     _strip(proto)
@@ -378,7 +387,7 @@ def _quantised(proto: Any, expected: int) -> Any:
     with TemporaryDirectory(prefix="recurrent-vit.") as folder:
         file = Path(folder) / "int8.onnx"
         quantize_dynamic(
-            proto, file, op_types_to_quantize=["MatMul"], nodes_to_exclude=_kept(proto), weight_type=QuantType.QInt8,
+            proto, file, op_types_to_quantize=["MatMul"], weight_type=QuantType.QInt8,
             extra_options={"EnableSubgraph": True}, **INT8,
         )  # fmt: skip
         quantised = onnx.load(file)
@@ -388,36 +397,7 @@ def _quantised(proto: Any, expected: int) -> Any:
             f"{found} of {expected} products were quantised, by onnxruntime {metadata.version('onnxruntime')}; "
             "please report it"
         )
-    _halve(quantised)
     return quantised
-
-
-def _kept(proto: Any) -> list[str]:
-    """Names of the products that are not quantised."""
-    return [
-        node.name
-        for graph in _graphs(proto.graph)
-        for node in graph.node
-        if node.op_type == "MatMul" and node.input[1].endswith(f"{NOT_QUANTISED}.weight")
-    ]
-
-
-def _halve(proto: Any) -> None:
-    """Store the matrices that are not quantised in 16 bits, and widen them where they are read, once."""
-    import onnx
-
-    for graph in _graphs(proto.graph):
-        for tensor in [tensor for tensor in graph.initializer if tensor.name.endswith(f"{NOT_QUANTISED}.weight")]:
-            with np.errstate(over="ignore"):
-                half = onnx.numpy_helper.to_array(tensor).astype(np.float16)
-            if not np.isfinite(half).all():
-                continue
-            graph.initializer.remove(tensor)
-            graph.initializer.append(onnx.numpy_helper.from_array(half, f"{tensor.name}.half"))
-            cast = onnx.helper.make_node("Cast", [f"{tensor.name}.half"], [tensor.name], to=onnx.TensorProto.FLOAT)
-            nodes = [cast, *graph.node]
-            del graph.node[:]
-            graph.node.extend(nodes)
 
 
 def _finished(proto: Any, facts: dict[str, str]) -> bytes:
@@ -425,7 +405,7 @@ def _finished(proto: Any, facts: dict[str, str]) -> bytes:
     import onnx
 
     onnx.helper.set_model_props(proto, facts)  # in place of what the tools left there
-    onnx.checker.check_model(proto)
+    onnx.checker.check_model(proto, full_check=True)
     content: bytes = proto.SerializeToString(deterministic=True)
     return content
 
@@ -461,7 +441,9 @@ def _source(model: RecurrentVisionTransformer) -> dict[str, str]:
     state = {key: value.contiguous() for key, value in model.state_dict().items()}
     content = safetensors.torch.save(state, metadata={"format": "pt"})  # the bytes of a checkpoint's file
     sha256 = hashlib.sha256(content).hexdigest()
-    row = next((row for row in weights.checkpoints() if row.sha256 == sha256), None)
+    name = getattr(model, "pretrained_cfg", {}).get("architecture")
+    rows = [row for row in weights.checkpoints() if row.sha256 == sha256]
+    row = min(rows, key=lambda row: row.name != name, default=None)  # some weights have two names
     return {
         "checkpoint": row.id if row else "",
         "sha256": sha256,

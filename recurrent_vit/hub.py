@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,24 +21,21 @@ from typing import Any
 import huggingface_hub
 import safetensors.torch
 import timm
-from huggingface_hub import EvalResult, ModelCardData
 
 from . import runs, weights
+from .card import card
 from .cifar import FINE_NAMES
 from .limits import FIELDS, PLAIN
 from .model import RecurrentVisionTransformer
-from .recipes import PFLOP, RECIPES, make_plan
 from .weights import FILE, Checkpoint
 from .zoo import VARIANTS
 
-__all__ = ["CARD", "CONFIG", "FILES", "card", "config", "push", "stage"]
+__all__ = ["CARD", "CONFIG", "FILES", "config", "push", "stage"]
 
 CONFIG, CARD = "config.json", "README.md"
 FILES = (CONFIG, FILE, CARD)
 RESULTS = "test.jsonl"
-TRAIN_IMAGES, TEST_IMAGES = 50_000, 10_000
-DATASET = "uoft-cs/cifar100"
-PAPER = "https://arxiv.org/abs/2608.04879"
+TEST_IMAGES = 10_000
 
 
 # ---- staging ---------------------------------------------------------------------------------------------------------
@@ -245,200 +241,6 @@ def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-# ---- the card --------------------------------------------------------------------------------------------------------
-
-
-def card(row: Checkpoint) -> str:
-    """The content of README.md: metadata for the Hub, then what a user must know.
-
-    Example:
-        >>> all(card(row).startswith("---") for row in weights.checkpoints())
-        True
-    """
-    metrics, recipe = row.metrics, RECIPES[row.recipe]
-    model: Any = timm.create_model(row.name, device="meta", **row.model_kwargs)
-    fields = {
-        **row.meta,
-        "id": row.id,
-        "summary": VARIANTS[row.name].summary,
-        "parameters": f"{row.parameters:,}",
-        "size": f"{row.bytes / 1e6:.1f} MB",
-        "macs": f"{model.macs / 1e6:,.0f}",
-        "source": f"hf-hub:{row.repo}" if row.repo else row.id,
-        "top1": f"{100 * metrics['top1']:.2f} ± {100 * metrics['top1_stderr']:.2f} %",
-        "top5": f"{100 * metrics['top5']:.2f} %",
-        "loss": f"{metrics['loss']:.3f}",
-        "count": f"{metrics['count']:,}",
-        "horizon": metrics["horizon"],
-        "chart": _chart(row),
-        "recipe_source": recipe.source + ("" if _is_default(row) else f" This run had {row.pflop:.3g} PFLOP of it."),
-        "publish": {"raw": "raw, not averaged", "ema": "their moving average"}[recipe.publish],
-        "pflop": f"{row.pflop:.3g}",
-        "hours": f"{row.seconds / 3600:.1f}",
-        "hardware": f"{row.hardware['gpu'] or row.hardware['cpu']}, {row.hardware['threads']} threads",
-        "versions": ", ".join(f"{name} {version}" for name, version in row.versions.items()),
-        "command": row.command or _command(row),
-        **_of_shared_weights(row),
-        "paper": PAPER,
-    }
-    return f"---\n{_metadata(row).to_yaml()}\n---\n\n{BODY.format(**fields)}"
-
-
-def _command(row: Checkpoint) -> str:
-    """The command of `train` that made it, with the options that are not at their default."""
-    left = _images(row)
-    options = {
-        "--pflop": "" if _is_default(row) else f"{row.pflop:g}",
-        "--held-out": str(TRAIN_IMAGES - left) if left < TRAIN_IMAGES else "",
-        "--precision": row.precision if row.precision != "fp32" else "",
-        "--device": "cuda" if row.hardware["gpu"] else "",
-        "--model-kwargs": " ".join(shlex.quote(f"{key}={value}") for key, value in row.model_kwargs.items()),
-    }
-    given = "".join(f" {name} {value}" for name, value in options.items() if value)
-    name = _run_of(row)
-    return f"recurrent-vit train {name} --recipe {row.recipe} --seed {row.seed}{given} --data DIR --out runs/{name}"
-
-
-def _run_of(row: Checkpoint) -> str:
-    """The name whose run it was."""
-    return (row.same_as or row.id).split(".")[0]
-
-
-def _of_shared_weights(row: Checkpoint) -> dict[str, str]:
-    """What the card says otherwise of weights that another name has too."""
-    if not row.same_as:
-        return {"run": row.name, "shared": "", "solver": "", "results": "test.jsonl", "from": ""}
-    told = (
-        f"There was no run of its own: these are the weights of `{row.same_as}`, bit for bit. Euler's method with step "
-        "size 1\nalong F(z) - z is the plain recurrence, so both names are the same function.\n\n"
-    )
-    file = "test.euler.jsonl"
-    return {
-        "run": _run_of(row), "shared": told, "solver": " --solver euler", "results": file,
-        "from": f" --results runs/{_run_of(row)}/{file}",
-    }  # fmt: skip
-
-
-def _is_default(row: Checkpoint) -> bool:
-    """Whether the compute is what the recipe spends when nothing is asked for, up to an update."""
-    recipe = RECIPES[row.recipe]
-    budget = recipe.pflop
-    if budget is None:  # it has epochs, which cost what the model costs
-        budget = sum(leg.flop for leg in make_plan(row.name, recipe, _images(row), **row.model_kwargs)) / PFLOP
-    return abs(row.pflop - budget) < 0.001 * budget
-
-
-def _images(row: Checkpoint) -> int:
-    """How many it was trained on."""
-    return int(row.trained_on.split()[1].replace(",", ""))
-
-
-def _metadata(row: Checkpoint) -> ModelCardData:
-    def result(metric: str, label: str) -> EvalResult:
-        return EvalResult(
-            task_type="image-classification",
-            dataset_type=DATASET,
-            dataset_name="CIFAR-100",
-            dataset_split="test",
-            metric_type="accuracy",
-            metric_name=label,
-            metric_value=round(100 * row.metrics[metric], 2),
-        )
-
-    return ModelCardData(
-        library_name="timm",
-        pipeline_tag="image-classification",
-        license=row.license,
-        datasets=[DATASET],
-        metrics=["accuracy"],
-        tags=["timm", "transformers", "recurrent-vit", "image-classification", "arxiv:2608.04879"],
-        model_name=row.id,
-        eval_results=[result("top1", "top-1 accuracy, %"), result("top5", "top-5 accuracy, %")],
-    )
-
-
-def _chart(row: Checkpoint) -> str:
-    """Accuracy against steps as bars of text, which every viewer shows and no drawing library's release changes."""
-    most = max(result["top1"] for result in row.sweep.values())
-    lines = []
-    for steps, result in row.sweep.items():
-        mark = "  <- trained" if int(steps) == row.metrics["horizon"] else ""
-        lost = f"  ({result['non_finite']:,} images without finite logits)" if result["non_finite"] else ""
-        lines.append(f"{steps:>5}  {100 * result['top1']:5.2f} %  {_bar(result['top1'] / most)}{mark}{lost}")
-    return "\n".join(["steps    top-1", *lines])
-
-
-def _bar(fraction: float, width: int = 40) -> str:
-    """A bar in eighths of a character."""
-    whole, rest = divmod(round(8 * width * fraction), 8)
-    return "█" * whole + " ▏▎▍▌▋▊▉"[rest].strip()
-
-
-BODY = """# {id}
-
-A recurrent Vision Transformer for CIFAR-100: {summary}. {parameters} parameters ({size}, float32), {macs} million
-multiply-accumulates an image. It belongs to the Python package recurrent-vit, which implements "Training Crossroads for
-Recurrent Vision Transformers" ([arXiv 2608.04879]({paper})); these are not the authors' weights.
-
-## Use
-
-```python
-import timm, torch, recurrent_vit                                # the import registers the name with timm
-from PIL import Image
-model = timm.create_model("{source}", pretrained=True).eval()
-transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
-probabilities = model(transform(Image.open("picture.png").convert("RGB"))[None]).softmax(-1)
-```
-
-`model.set_horizon(24)` runs another number of steps. transformers loads a folder or repository of this form with
-`AutoModelForImageClassification.from_pretrained`, after `import recurrent_vit`.
-
-## Accuracy
-
-On the {count} test images of CIFAR-100, which played no part in any choice, after the {horizon} steps of training:
-**top-1 {top1}** (standard error over the images), top-5 {top5}, cross-entropy {loss} nats. After other numbers of
-steps, without any further training:
-
-```text
-{chart}
-```
-
-## Training
-
-{shared}\
-{trained_on}; recipe `{recipe}`, {pflop} PFLOP in {hours} hours on {hardware}; {versions}; seed {seed}, one run; {date}.
-These are the weights after the last update ({publish}). The recipe: {recipe_source}
-
-To reproduce it:
-
-```bash
-{command}
-recurrent-vit evaluate runs/{run}{solver} --data DIR --horizon 1,2,4,8,12,24,48,96 --json runs/{run}/{results}
-recurrent-vit stage runs/{run} --name {name} --tag {tag}{from}
-```
-
-## Limits
-
-It knows the 100 classes of CIFAR-100 and will name one of them for any picture. It sees 32 x 32 pixels, to which larger
-pictures are reduced, so small things are lost. Five classes are people (baby, boy, girl, man, woman),
-and many are animals; the images were collected from the web by search terms, with the errors and prejudices of that,
-and the model is not fit to decide anything about a person. It is an object of research, far from the accuracy of large
-models.
-
-## Citation
-
-```bibtex
-@misc{{crossroads2026,
-  title         = {{Training Crossroads for Recurrent Vision Transformers: Recurrence, Neural {{ODE}}s, and Deep
-                   Supervision}},
-  year          = {{2026}},
-  eprint        = {{2608.04879}},
-  archivePrefix = {{arXiv}}
-}}
-```
-"""
-
-
 # ---- publishing ------------------------------------------------------------------------------------------------------
 
 
@@ -497,13 +299,13 @@ def _check_folder(folder: Path, repo_id: str) -> None:
             raise FileNotFoundError(f"{folder} has no {name}: give a folder made by `recurrent-vit stage`")
     try:
         model = timm.create_model(f"local-dir:{folder}", pretrained=True)
-        card = huggingface_hub.ModelCard.load(folder / CARD).text
+        text = huggingface_hub.ModelCard.load(folder / CARD).text
     except Exception as error:  # of JSON, YAML, timm, or ours
         raise ValueError(f"{folder} is not fit to be published: {weights.first_line(error)}") from error
     if not isinstance(model, RecurrentVisionTransformer):
         raise ValueError(f"{folder} is not fit to be published: it is a {type(model).__name__}")
     bundled = folder.name in {row.id for row in weights.checkpoints()}
-    if f'"hf-hub:{repo_id}"' not in card and not (bundled and f'"{folder.name}"' in card):
+    if f'"hf-hub:{repo_id}"' not in text and not (bundled and f'"{folder.name}"' in text):
         raise ValueError(f"{folder / CARD} does not load {repo_id}: stage the run again with --repo-id {repo_id}")
 
 

@@ -32,8 +32,9 @@ __all__ = ["OnnxBlock", "optimize", "start_session"]
 def optimize(model: nn.Module, int8: bool = False, threads: int | None = None) -> RecurrentVisionTransformer:
     """A copy of the model for inference on the CPU, in float32, with its blocks run by ONNX Runtime.
 
-    It computes what the model computes in evaluation mode, whatever mode it is put into: to rounding, or, in int8,
-    nearly. It is made for a model of one block, or few: each has a session, which takes seconds to build, with threads.
+    It computes what the model computes in evaluation mode: to rounding, or, in int8, nearly. Its blocks do so in
+    whatever mode it is put into; dropout around them is the model's. It is made for a model of one block, or few: each
+    has a session, which takes seconds to build, with threads.
 
     Args:
         model: A `RecurrentVisionTransformer`, of whatever solver, depth and stages. It stays as it is.

@@ -1,9 +1,10 @@
 """What the command line prints: rows as tables, and their columns as a person reads them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = [
-    "CONTROLS", "STEPS", "accuracy", "checkpoint", "control", "early_exit", "exits", "landmarks", "markdown_table",
+    "CONTROLS", "STEPS", "accuracy", "checkpoint", "controls", "early_exit", "exits", "landmarks", "markdown_table",
     "step", "table",
 ]  # fmt: skip
 
@@ -50,11 +51,7 @@ def accuracy(row: Row) -> Row:
     """A row of `evaluate` as a person reads it."""
     return {
         "steps": row["horizon"],
-        "top-1 %": f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}",
-        "top-5 %": f"{100 * row['top5']:.2f}",
-        "loss": "-" if row["loss"] is None else f"{row['loss']:.4f}",
-        "not finite": row["non_finite"],
-        "images": row["count"],
+        **_answers(row),
         "NFE": row["NFE"],
         "MACs": row["MACs"],
         "parameters": row["parameters"],
@@ -62,9 +59,18 @@ def accuracy(row: Row) -> Row:
     }
 
 
+def _answers(row: Row) -> Row:
+    return {
+        "top-1 %": f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}",
+        "top-5 %": f"{100 * row['top5']:.2f}",
+        "loss": "-" if row["loss"] is None else f"{row['loss']:.4f}",
+        "not finite": row["non_finite"],
+        "images": row["count"],
+    }
+
+
 def early_exit(row: Row) -> Row:
     """A row of `calibration.measure` as a person reads it."""
-    shown = accuracy({**row, "MACs": None, "parameters": None})
     return {
         "criterion": row["criterion"],
         "threshold": "never" if row["threshold"] is None else f"{row['threshold']:.9g}",  # enough to give it again
@@ -72,20 +78,22 @@ def early_exit(row: Row) -> Row:
         "mean NFE": f"{row['mean_NFE']:.2f}",
         "NFE": row["NFE"],
         "saved %": f"{100 * row['saved']:.1f}",
-        **{name: shown[name] for name in ("top-1 %", "top-5 %", "loss", "not finite", "images", "seconds")},
+        **_answers(row),
+        "seconds": f"{row['seconds']:.1f}",
     }
 
 
-def exits(row: Row, calibration_images: int) -> str:
-    """How many images took how many steps, and, unless it is 0, on how many images the threshold was calibrated."""
+def exits(row: Row) -> str:
+    """How many images took how many steps, and, where it was, what the threshold was calibrated on."""
     lines = [f"steps: {', '.join(f'{step} ({images} images)' for step, images in row['exits'].items())}"]
-    if calibration_images:
-        lines.append(
-            f"The threshold was calibrated on {calibration_images} training images, those that "
-            f"`train --held-out {calibration_images}` sets aside, for a loss of at most "
-            f"{100 * row['allowed_loss']:g} points there. A model that was trained on them is too sure of them, and "
-            "loses more on others."
+    if row["calibrated_on"]:
+        line = (
+            f"The threshold was calibrated on {row['calibrated_on']}, to lose at most {100 * row['max_lost']:g} points "
+            "there."
         )
+        if not row["calibrated_on"].endswith("held out"):
+            line += " On images that it was trained on a model is too sure, and on others it loses more."
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -101,7 +109,7 @@ STEPS = (
 CONTROLS = (
     "Solvers on the first images: fixed_point repeats the step until the field vanishes, anderson accelerates that, "
     "dopri5 integrates up to the trained time with steps of its own choice. converged: the field fell to the tolerance "
-    "(dopri5: the final time was reached). residual: |f| where it ended over |f| at the start, the median."
+    "(dopri5: the final time was reached). field left: |f| where it ended over |f| at the start, the median."
 )
 
 
@@ -134,13 +142,19 @@ def step(row: Row) -> Row:
     }
 
 
-def control(row: Row) -> Row:
-    """A row of `equilibrium.controls` as a person reads it."""
+def controls(rows: Iterable[Row], methods: Iterable[str]) -> list[Row]:
+    """Rows of `equilibrium.controls` as a person reads them, one for each method, whether or not it was run."""
+    found = {row["method"]: _control(row) for row in rows}
+    columns = next(iter(found.values()), {"method": ""})
+    return [found.get(name, {**dict.fromkeys(columns, "not run"), "method": name}) for name in methods]
+
+
+def _control(row: Row) -> Row:
     return {
         "method": row["method"],
         "NFE": row["NFE"],
         "converged %": f"{100 * row['converged']:.1f}",
-        "residual": _digits(row["residual"]),
+        "field left": _digits(row["field_left"]),
         "top-1 %": f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}",
         "not finite": row["non_finite"],
         "images": row["count"],

@@ -114,6 +114,11 @@ class Checkpoint:
         return f"{self.name}.{self.tag}"
 
     @property
+    def images(self) -> int:
+        """How many it was trained on."""
+        return int(self.trained_on.split()[1].replace(",", ""))
+
+    @property
     def path(self) -> Path:
         """Its file: in an installed package, or in the checkout that the package is used from."""
         bundled = PACKAGE / "hub" / self.id / FILE

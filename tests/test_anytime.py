@@ -623,7 +623,7 @@ def test_records_tell_what_exits_will_do(criterion, precision, answered):
 @pytest.mark.parametrize("criterion", CRITERIA)
 def test_calibration_chooses_and_shows(criterion, answered):
     model, split = answered
-    threshold, row, shown = calibrate(model, split, criterion, loss=0.1, every=2, batch_size=8)
+    threshold, row, shown = calibrate(model, split, criterion, max_lost=0.1, every=2, batch_size=8)
     records = record(model, split, [criterion], every=2, batch_size=8)[criterion]
     assert row == choose(records, 0.1)
     assert row["threshold"] == threshold
@@ -675,9 +675,9 @@ def test_mistakes_on_a_split_are_named(sharp, split):
         record(model, split, ["sure"])
     with pytest.raises(ValueError, match="criteria is empty; known criteria: confidence"):
         record(model, split, [])
-    with pytest.raises(ValueError, match="loss=-1 must be a number from 0 to 1"):
-        calibrate(model, split, loss=-1)
-    with pytest.raises(ValueError, match="loss=nan must be"):
+    with pytest.raises(ValueError, match="max_lost=-1 must be a number from 0 to 1"):
+        calibrate(model, split, max_lost=-1)
+    with pytest.raises(ValueError, match="max_lost=nan must be"):
         choose(synthetic("margin"), math.nan)
     with pytest.raises(ValueError, match="points=1 must be a whole number from 2 to 10000"):
         curve(synthetic("margin"), points=1)
@@ -740,7 +740,7 @@ def test_a_threshold_that_is_given_is_used(command, capsys):
     expected = measure(Anytime(command.model, "margin", 0.25), command.splits["test"])
     assert_agree(row, expected)
     assert row.keys() >= expected.keys()
-    assert (row["split"], row["calibrated_on"], row["allowed_loss"]) == ("test", None, None)
+    assert (row["split"], row["calibrated_on"], row["max_lost"]) == ("test", None, None)
 
 
 def test_without_a_threshold_one_is_calibrated_on_held_out_images(command, capsys):
@@ -750,14 +750,14 @@ def test_without_a_threshold_one_is_calibrated_on_held_out_images(command, capsy
     assert main([*command.words, "--anytime", "confidence", "--json"]) == 0
     row = json.loads(capsys.readouterr().out)
     assert row["threshold"] == threshold
-    assert (row["calibrated_on"], row["allowed_loss"], row["count"]) == ("held out 100", 0.005, 60)
+    assert (row["calibrated_on"], row["max_lost"], row["count"]) == ("100 training images", 0.005, 60)
     assert main([*command.words, "--anytime", "confidence"]) == 0
     head, line, steps, words = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == ["criterion", "threshold"]
     assert line.split()[0] == "confidence"
     assert line.split()[1] == ("never" if threshold is None else f"{threshold:.9g}")
     assert steps.startswith("steps: ")
-    assert "calibrated on 100 training images, those that `train --held-out 100` sets aside" in words
+    assert words.startswith("The threshold was calibrated on 100 training images, to lose at most 0.5 points there. On")
     assert "at most 0.5 points" in words
 
 
@@ -814,11 +814,11 @@ def test_the_benchmark_appends_its_rows(command, monkeypatch):
         name: [row for row in found if row["benchmark"] == name] for name in sorted({r["benchmark"] for r in found})
     }
     assert list(kinds) == ["anytime", "anytime curve", "anytime time"]
-    pairs = [(row["criterion"], row["allowed_loss"]) for row in kinds["anytime"]]
-    assert pairs == [(criterion, loss) for criterion in CRITERIA for loss in benchmark.LOSSES]
+    pairs = [(row["criterion"], row["max_lost"]) for row in kinds["anytime"]]
+    assert pairs == [(criterion, loss) for criterion in CRITERIA for loss in benchmark.MAX_LOST]
     for row in kinds["anytime"]:
         assert row["count"] == 60
-        assert row["calibrated_on"] == "held out 100"
+        assert row["calibrated_on"] == "100 training images"
         assert 0 <= row["saved"] < 1
     assert {row["criterion"] for row in kinds["anytime curve"]} == {*CRITERIA, "uniform"}
     plain, *others = kinds["anytime time"]

@@ -11,7 +11,6 @@ import timm
 import torch
 
 from benchmarks import accuracy, cross, rows, tables
-from benchmarks.measure import sample
 from recurrent_vit import augment, cifar, evaluate, runs, weights
 
 SMALL = {"embed_dim": 16, "num_heads": 2, "num_classes": 10, "patch_size": 8}
@@ -259,7 +258,7 @@ def test_rows_are_recorded_without_a_path_of_this_machine(run, split, tmp_path):
         assert row["command"] == "python -m benchmarks.cross mine --data DIR --batch-size 8 --limit 20"
     assert str(tmp_path) not in text
     assert DATA not in text
-    again = list(cross.measure(SUBJECT, runs.load_result(folder), sample(split, 20), batch_size=8))
+    again = list(cross.measure(SUBJECT, runs.load_result(folder), cifar.sample(split, 20), batch_size=8))
     for key in ("top1", "lost", "lost_stderr", "agreement", "NFE"):
         assert [row[key] for row in measured] == [row[key] for row in again], key
 

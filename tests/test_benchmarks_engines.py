@@ -9,6 +9,9 @@ from benchmarks import accuracy, engines, rows, tables
 from benchmarks.measure import TIMM_VIT, Settings, build
 from recurrent_vit import augment, cifar
 
+INEXACT = [
+    *("m eager", "m bf16", "m bf16 frozen", "m onnx int8", "m optimized int8", "m early exit", "m early exit int8"),
+]
 TINY = {"embed_dim": 16, "num_heads": 2, "patch_size": 8}
 
 
@@ -43,13 +46,13 @@ def test_every_engine_computes_the_logits_of_the_model(model, split):
     images = augment.normalize(split.images)
     ours = engines.engines(model, None)
     assert list(ours) == [
-        *("eager", "compiled", "frozen", "onnx", "onnx int8"),
+        *("eager", "compiled", "frozen", "bf16", "bf16 frozen", "onnx", "onnx int8"),
         *("optimized", "optimized int8", "early exit", "early exit int8"),
     ]
     with torch.inference_mode():
         expected = model(images)
         for name, engine in ours.items():
-            found, allowed = engine.logits(images), 0.1 if "int8" in name else 1e-5
+            found, allowed = engine.logits(images), 0.1 if "int8" in name or "bf16" in name else 1e-5
             assert (found - expected).norm() < allowed * expected.norm(), name
         assert not torch.equal(ours["onnx int8"].logits(images), ours["onnx"].logits(images))
 
@@ -59,13 +62,14 @@ def test_every_engine_computes_the_logits_of_a_vit(vit, split):
     with torch.inference_mode():
         expected = vit(images)
         for name, engine in engines.vit_engines(vit).items():
-            found, allowed = engine.logits(images), 0.1 if "int8" in name else 1e-5
+            found, allowed = engine.logits(images), 0.1 if "int8" in name or "bf16" in name else 1e-5
             assert (found - expected).norm() < allowed * expected.norm(), name
 
 
 def test_speeds_have_a_row_for_each_engine_and_batch(model, vit, split):
     ours, theirs = engines.engines(model, 0.5), engines.vit_engines(vit)
-    measured = list(engines.speeds("m", ours, theirs, (10**9, 10**8), augment.normalize(split.images), rounds=2))
+    found = list(engines.speeds("m", ours, theirs, (10**9, 10**8), augment.normalize(split.images), rounds=2))
+    measured = [row for row in found if row["benchmark"] == "engines"]
     subjects = [f"m {name}" for name in ours] + [f"timm_vit {name}" for name in theirs]
     assert [(row["batch"], row["subject"]) for row in measured] == [
         (b, subject) for b in (1, 4) for subject in subjects
@@ -77,14 +81,31 @@ def test_speeds_have_a_row_for_each_engine_and_batch(model, vit, split):
         cost = 10**9 if row["subject"].startswith("m ") else 10**8
         assert row["gflops"] == pytest.approx(2 * cost * row["batch"] / (1e6 * row["median"]), rel=0.2)
         assert row["gemm_fraction"] > 0
+    medians = {(row["subject"], row["batch"]): row["median"] for row in measured}
+    quantised = [row for row in found if row["benchmark"] == "engines int8"]
+    assert [(row["batch"], row["subject"]) for row in quantised] == [
+        (b, f"{who} onnx int8") for b in (1, 4) for who in ("m", "timm_vit")
+    ]
+    for row in quantised:
+        place = row["subject"], row["batch"]
+        assert row["reference"] == row["subject"].removesuffix(" int8")
+        assert row["median"] == medians[place]
+        assert row["ratio"] == pytest.approx(medians[row["reference"], row["batch"]] / row["median"], rel=0.5)
+
+
+def test_an_engine_that_is_off_is_an_error(model, split):
+    images = augment.normalize(split.images)
+    ours = engines.engines(model, None)
+    engines.check_exact(ours, images)
+    for wrong in (lambda x: 1.01 * model(x), lambda x: model(x) * torch.nan):
+        with pytest.raises(RuntimeError, match="frozen is off by"):
+            engines.check_exact({**ours, "frozen": engines.Engine(wrong)}, images)
 
 
 def test_accuracies_are_paired_with_eager(model, split):
     ours = engines.engines(model, 0.0)  # everything leaves after the first step
     found = {row["subject"]: row for row in engines.accuracies("m", ours, split, batch=5)}
-    assert list(found) == [
-        "m eager", "m onnx int8", "m optimized int8", "m early exit", "m early exit int8"
-    ]  # fmt: skip
+    assert list(found) == INEXACT
     with torch.inference_mode():
         images = augment.normalize(split.images)
         eager, first = model(images).argmax(-1), model.forward_steps(images)[0].argmax(-1)
@@ -119,7 +140,7 @@ def test_each_model_and_batch_size_has_graphs_of_its_own_and_none_runs_eagerly(m
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile(function, backend=backend, **options))
     ours, theirs = engines._torch_engines(model), engines._torch_engines(vit)
     list(engines.speeds("m", ours, theirs, (1, 1), augment.normalize(split.images), rounds=1))
-    frozen = 1 + len(vit.blocks)
+    frozen = 2 * (1 + len(vit.blocks))  # fp32 and bf16
     assert len(compiled) >= 3 * (2 + frozen)
     assert compiled.count(0) == 3 * frozen, "a frozen graph has no parameter among its inputs, another has"
 
@@ -138,9 +159,12 @@ def test_the_program_appends_rows_with_their_origin(tmp_path):
     out = tmp_path / "engines.jsonl"
     engines.main(["bvit", "--data", "/secret", "--rounds", "2", "--out", str(out)])
     measured = list(rows.read(out))
-    assert {row["benchmark"] for row in measured} == {"engines", "engine accuracy"}
+    assert {row["benchmark"] for row in measured} == {"engines", "engines int8", "engine accuracy"}
     assert {row["command"] for row in measured} == {"python -m benchmarks.engines bvit --data DIR --rounds 2"}
-    assert all(row["sha256"] == "0" * 64 and "threshold" in row for row in measured)
+    assert all(row["sha256"] == "0" * 64 for row in measured)
+    exits = [row for row in measured if "threshold" in row]
+    assert {row["subject"] for row in exits} == {"bvit early exit", "bvit early exit int8"}
+    assert {row["calibrated_on"] for row in exits} == {"6 training images that it was trained on"}
     assert "/secret" not in out.read_text()
 
 
@@ -149,6 +173,11 @@ def test_a_smoke_run_is_printed(capsys):
     engines.main(["bvit", "--limit", "4", "--rounds", "1"])
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {row["count"] for row in printed if row["benchmark"] == "engine accuracy"} == {4}
+    for only, expected in (("speed", {"engines", "engines int8"}), ("accuracy", {"engine accuracy"})):
+        engines.main(["bvit", "--limit", "4", "--rounds", "1", "--only", only])
+        found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert {row["benchmark"] for row in found} == expected
+        assert f"--only {only} " in found[0]["command"]
 
 
 @pytest.mark.parametrize(
@@ -179,17 +208,17 @@ def test_rows_become_tables(model, vit, split, monkeypatch):
         )
     ]
     text = tables.tables(measured)
-    speed, accuracies = (text.partition(f"### {title}, cpu")[2].partition("###")[0] for title in TITLES)
+    speed, quantised, accuracies = (text.partition(f"### {title}, cpu")[2].partition("###")[0] for title in TITLES)
     assert "| subject | batch 1 | batch 4 |" in speed
+    assert quantised.count("\n| m onnx int8 |") == quantised.count("\n| timm_vit onnx int8 |") == 2
     for row in measured[: len(ours) + len(theirs)]:
         (line,) = [line for line in speed.splitlines() if line.startswith(f"| {row['subject']} |")]
         ratio = f"{row['ratio']:.2f} x, " if row["ratio"] else ""
         assert f"| {row['images_per_s']:,.0f} ({ratio}{row['gemm_fraction']:.0%}) |" in line
     assert "not run" not in speed
-    assert [line.split(" | ")[0] for line in accuracies.splitlines() if line.startswith("| m ")] == [
-        "| m eager", "| m onnx int8", "| m optimized int8", "| m early exit", "| m early exit int8"
-    ]  # fmt: skip
+    lines = [line.split(" | ")[0] for line in accuracies.splitlines() if line.startswith("| m ")]
+    assert lines == [f"| {subject}" for subject in INEXACT]
     assert "### Engines" not in tables.tables([])
 
 
-TITLES = ("Engines", "Engines: accuracy")
+TITLES = ("Engines", "Engines: int8", "Engines: accuracy")

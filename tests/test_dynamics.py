@@ -12,8 +12,7 @@ from timm.models import save_for_hf
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from recurrent_vit import __main__ as main_module
-from recurrent_vit import cifar, dynamics, figures, measures, printing
+from recurrent_vit import cifar, commands, dynamics, figures, measures, printing
 from recurrent_vit.__main__ import main
 from recurrent_vit.augment import normalize
 from recurrent_vit.cifar import Split
@@ -553,7 +552,7 @@ def test_the_command_writes_a_page_and_rows(small, split, tmp_path, monkeypatch,
     assert "8 steps (made for 2)" in page
     assert printing.STEPS in page
     assert printing.CONTROLS in page
-    assert f"--horizon 8 --limit 9 --device cpu`, {date.today().isoformat()}; " in page
+    assert f"--horizon 8 --limit 9 --batch-size 5 --device cpu`, {date.today().isoformat()}; " in page
     assert main([*command, "--horizon", "3"]) == 0
     assert len((out / "steps.jsonl").read_text().splitlines()) == 4
 
@@ -563,6 +562,7 @@ def test_the_command_writes_a_page_and_rows(small, split, tmp_path, monkeypatch,
     [
         (["bvitt"], "'bvitt' is neither a folder nor a name of the zoo"),
         (["bvit", "--limit", "0"], "limit=0 must be at least 1"),
+        (["bvit", "--batch-size", "0"], "batch_size=0 must be at least 1"),
         (["bvit", "--device", "gpu"], "--device 'gpu': "),
     ],
 )
@@ -575,7 +575,24 @@ def test_a_mistake_is_one_line_and_leaves_no_folder(arguments, message, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_without_torchdiffeq_the_other_controls_are_run(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main_module._available_methods() == ["fixed_point", "anderson"]
-    assert capsys.readouterr().err == ('recurrent-vit: dopri5 is not run; it needs pip install "recurrent-vit[ode]"\n')
+def test_without_torchdiffeq_the_other_controls_are_run(small, split, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        assert commands._available_methods() == ["fixed_point", "anderson"]
+    monkeypatch.setattr(commands, "_available_methods", lambda: ["fixed_point", "anderson"])
+    hundred = Split(split.images, split.labels * 9)
+    monkeypatch.setattr(cifar, "load", lambda root, split="train": {"test": hundred}[split])
+    save_for_hf(
+        small("bvit", embed_dim=16, num_heads=2, num_classes=100, steps=2), tmp_path / "model", safe_serialization=True
+    )
+    out = tmp_path / "out"
+    assert main(["dynamics", f"local-dir:{tmp_path / 'model'}", "--out", str(out), "--limit", "9"]) == 0
+    shown = capsys.readouterr()
+    assert 'recurrent-vit: dopri5 is not run; it needs pip install "recurrent-vit[ode]"\n' in shown.err
+    assert shown.out.splitlines()[-1].split() == ["dopri5", *["not", "run"] * 6]
+    assert "| dopri5 " in (out / "dynamics.md").read_text()
+    assert [json.loads(line)["method"] for line in (out / "controls.jsonl").read_text().splitlines()] == [
+        "fixed_point",
+        "anderson",
+    ]

@@ -119,6 +119,24 @@ def test_the_images_do_not_see_each_other(solver):
 
 
 @pytest.mark.parametrize("solver", [fixed_point, anderson])
+def test_what_has_settled_waits_for_the_others(solver):
+    rates = double(3, 4).abs().clamp(0.1, 0.9)  # of 4 numbers each, since Anderson acceleration solves one at once
+    start = double(3, 4)
+    for i, speed in enumerate((1.0, 0.1, 0.01)):
+        rates[i] *= speed
+    together = solver(lambda z: -rates * z, start, tolerance=1e-3, max_evaluations=3000)
+    assert together.converged.all()
+    ends = []
+    for i in range(3):
+        alone = solver(lambda z, i=i: -rates[i : i + 1] * z, start[i : i + 1], tolerance=1e-3, max_evaluations=3000)
+        torch.testing.assert_close(together.state[i], alone.state[0])
+        torch.testing.assert_close(together.residuals[-1, i], alone.residuals[-1, 0])
+        ends.append(alone.nfe)
+    if solver is fixed_point:
+        assert len(set(ends)) == 3, "they settle at different times, or the test sees nothing"
+
+
+@pytest.mark.parametrize("solver", [fixed_point, anderson])
 def test_divergence_is_reported_image_by_image(solver):
     rates = torch.tensor([[0.5], [1.0], [1e20]])
 
@@ -295,7 +313,7 @@ def test_controls_give_a_row_for_each_method(small, split):
         assert row["top1"] == pytest.approx((logits.argmax(1) == split.labels[:7]).double().mean().item())
         assert row["converged"] == pytest.approx(solution.converged.double().mean().item())
         assert (row["NFE"], row["count"], row["non_finite"]) == (solution.nfe, 7, 0)
-        assert row["residual"] == pytest.approx(solution.residuals[-1].median().item())
+        assert row["field_left"] == pytest.approx(solution.residuals[-1].median().item())
         assert row["NFE"] <= few
     assert json.loads(json.dumps([row for row, _ in found], allow_nan=False)) == [row for row, _ in found]
 
@@ -312,7 +330,7 @@ def test_dopri5_runs_to_the_trained_time(small, split):
 def test_controls_that_overflow_are_counted(small, split):
     model = small("bvit_ode_euler", **SMALL, field="black_box")
     ((row, solution),) = controls(model, split, methods=["fixed_point"], max_evaluations=200)
-    assert (row["converged"], row["non_finite"], row["top1"], row["residual"]) == (0, 9, 0, None)
+    assert (row["converged"], row["non_finite"], row["top1"], row["field_left"]) == (0, 9, 0, None)
     assert not solution.converged.any()
 
 

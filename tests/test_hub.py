@@ -10,7 +10,7 @@ import timm
 import torch
 from huggingface_hub import ModelCard
 
-from recurrent_vit import hub
+from recurrent_vit import card, hub
 from recurrent_vit.__main__ import main
 from recurrent_vit.weights import FILE, GOLDEN_TOLERANCE, checkpoints
 
@@ -233,7 +233,7 @@ def test_the_card_is_valid_and_says_what_was_measured(row):
     card = ModelCard.load(row.path.parent / "README.md")
     data = card.data
     assert (data.library_name, data.pipeline_tag, data.license) == ("timm", "image-classification", row.license)
-    assert data.datasets == [hub.DATASET]
+    assert data.datasets == [card.DATASET]
     values = {result.metric_name: result.metric_value for result in data.eval_results}
     assert values == {
         "top-1 accuracy, %": round(100 * row.metrics["top1"], 2),
@@ -268,7 +268,7 @@ PAPER_PFLOP = 200 * 50_000 * 3 * 2 * 633_103_360 / 1e15  # epochs, images, FLOP 
 def test_the_card_has_the_budget_unless_it_is_the_recipes_own(recipe, pflop, option):
     row = replace(checkpoints("bvit")[0], recipe=recipe, pflop=round(pflop, 4), seed=0)
     command = f"recurrent-vit train bvit --recipe {recipe} --seed 0{option} --data DIR --out runs/bvit"
-    assert command in hub.card(row).splitlines()
+    assert command in card.card(row).splitlines()
 
 
 def test_the_snippet_of_the_card_runs(row, tmp_path, monkeypatch):
@@ -285,7 +285,7 @@ def test_the_snippet_of_the_card_runs(row, tmp_path, monkeypatch):
 
 
 def test_the_chart_shows_every_horizon(row):
-    lines = hub._chart(row).splitlines()[1:]
+    lines = card._chart(row).splitlines()[1:]
     assert [int(line.split()[0]) for line in lines] == [int(steps) for steps in row.sweep]
     assert [line for line in lines if "trained" in line] == [
         line for line in lines if int(line.split()[0]) == row.metrics["horizon"]
@@ -300,4 +300,4 @@ def test_the_chart_says_what_was_not_finite():
     row = replace(
         checkpoints()[0], sweep={"12": {"top1": 0.5, "non_finite": 0}, "96": {"top1": 0.01, "non_finite": 9_000}}
     )
-    assert hub._chart(row).splitlines()[-1].endswith("(9,000 images without finite logits)")
+    assert card._chart(row).splitlines()[-1].endswith("(9,000 images without finite logits)")

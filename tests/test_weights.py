@@ -16,7 +16,7 @@ import timm
 import torch
 
 import recurrent_vit
-from recurrent_vit import augment, cifar, hub, runs, weights
+from recurrent_vit import augment, card, cifar, hub, runs, weights
 from recurrent_vit.__main__ import main
 from recurrent_vit.weights import FILE, checkpoints
 
@@ -66,7 +66,7 @@ def test_a_row_is_complete(row):
 
 def test_configuration_and_card_are_those_of_the_row(row):
     assert (row.path.parent / "config.json").read_bytes() == hub._json(hub.config(row))
-    assert (row.path.parent / "README.md").read_text() == hub.card(row)
+    assert (row.path.parent / "README.md").read_text() == card.card(row)
     assert sorted(path.name for path in row.path.parent.iterdir()) == sorted(hub.FILES)
 
 
