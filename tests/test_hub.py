@@ -233,7 +233,7 @@ def test_the_card_is_valid_and_says_what_was_measured(row):
     card = ModelCard.load(row.path.parent / "README.md")
     data = card.data
     assert (data.library_name, data.pipeline_tag, data.license) == ("timm", "image-classification", row.license)
-    assert data.datasets == [card.DATASET]
+    assert data.datasets == ["uoft-cs/cifar100"]
     values = {result.metric_name: result.metric_value for result in data.eval_results}
     assert values == {
         "top-1 accuracy, %": round(100 * row.metrics["top1"], 2),
