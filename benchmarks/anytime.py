@@ -24,14 +24,14 @@ It wants an otherwise idle machine.
 
 import argparse
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from recurrent_vit import RecurrentVisionTransformer, augment, calibration, cifar
+from recurrent_vit import RecurrentVisionTransformer, augment, calibration, cifar, evaluate, runs
 from recurrent_vit.anytime import Anytime
 
 from . import accuracy, rows
@@ -39,7 +39,7 @@ from .measure import Settings, alternate, infer, milliseconds, report
 from .rows import Row
 from .usage import check_amounts, record, usage_errors
 
-__all__ = ["BATCH", "MAX_LOST", "main", "outcomes", "times"]
+__all__ = ["BATCH", "MAX_LOST", "main", "outcomes", "plot", "times"]
 
 MAX_LOST = (0.0025, 0.005)  # the first leaves room for chance: on 5,000 images a loss has an error of about that size
 BATCH, BATCHES = 128, 8
@@ -108,6 +108,38 @@ def _per_batch(module: nn.Module, images: Sequence[Tensor], settings: Settings) 
     return milliseconds(lambda: [infer(module, part) for part in images], settings) / len(images)
 
 
+# ---- the picture -----------------------------------------------------------------------------------------------------
+
+
+def plot(measured: Iterable[Row], path: str | Path) -> None:
+    """Draw accuracy against mean evaluations, a panel for each model, into a .pdf, .png or .svg file.
+
+    Raises:
+        ValueError: There are no rows of early exit, or the file has another suffix.
+        OSError: The file can't be written; an existing one is as it was.
+        ImportError: matplotlib isn't installed.
+    """
+    evaluate.check_plot(path)
+    latest = _latest(measured)
+    if not latest:
+        raise ValueError("there are no rows of early exit to draw; run python -m benchmarks.anytime first")
+    figure = runs.import_figure()(figsize=(5.2 * len(latest), 3.9), layout="constrained")
+    every_axes = figure.subplots(1, len(latest), squeeze=False)[0]
+    for axes, (subject, found) in zip(every_axes, latest.items()):
+        curves, points = ([row for row in found if row["benchmark"] == kind] for kind in ("anytime curve", "anytime"))
+        calibration.draw_curve(axes, curves, subject, points)
+    runs.save_figure(figure, path)
+
+
+def _latest(measured: Iterable[Row]) -> dict[str, list[Row]]:
+    """By model, the rows of its last run, those of time left out."""
+    by_run: dict[str, dict[str, list[Row]]] = {}
+    for row in measured:
+        if row.get("benchmark") in ("anytime", "anytime curve"):
+            by_run.setdefault(row["subject"], {}).setdefault(row["date"], []).append(row)
+    return {subject: found[max(found)] for subject, found in by_run.items()}
+
+
 # ---- the program -----------------------------------------------------------------------------------------------------
 
 
@@ -130,8 +162,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         measured.append({**row, **origin})
         ratio = f", {row['ratio']:.3f} times as fast" if row["ratio"] else ""
         report(f"  {row['subject']}: {row['median']:.4g} ms{ratio}")
-    record(measured, None if arguments.limit else arguments.out or rows.RESULTS / "anytime.jsonl")
-    _draw(measured, arguments)
+    out = None if arguments.limit else arguments.out or rows.RESULTS / "anytime.jsonl"
+    record(measured, out)
+    if arguments.plot:
+        plot(rows.read(out) if out else measured, arguments.plot)
 
 
 def _describe(row: Row) -> str:
@@ -141,13 +175,6 @@ def _describe(row: Row) -> str:
         f"{100 * row['lost']:.2f} ± {100 * row['lost_stderr']:.2f} points lost; "
         f"all stopped alike: {100 * row['uniform_top1']:.2f} %"
     )
-
-
-def _draw(measured: list[Row], arguments: argparse.Namespace) -> None:
-    if arguments.plot:
-        curves = [row for row in measured if row["benchmark"] == "anytime curve"]
-        points = [row for row in measured if row["benchmark"] == "anytime"]
-        calibration.plot_curve(curves, arguments.plot, title=arguments.name, points=points)
 
 
 def _command(arguments: argparse.Namespace, name: str) -> str:
@@ -192,7 +219,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="append to (default: benchmarks/results/anytime.jsonl)"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw accuracy against mean evaluations")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw all curves recorded there so far",
+    )
     return parser
 
 

@@ -1,12 +1,13 @@
-"""The picture of the horizon sweeps: accuracy against steps, a curve for each checkpoint, the trained horizon marked.
+"""The pictures of the rows; here, of the horizon sweeps: accuracy against steps, a curve for each checkpoint.
 
     python -m benchmarks.figures FILE.png                  # all of benchmarks/results; also .pdf and .svg
     python -m benchmarks.figures FILE.png FILE.jsonl ...   # these rows
+    python -m benchmarks.figures FILE.png --of cross       # or anytime: the pictures of these benchmarks
 
 Of a cell that was measured again the latest row is drawn, as in the tables.
 """
 
-import sys
+import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from pathlib import Path
@@ -17,6 +18,7 @@ from recurrent_vit.evaluate import check_plot
 
 from . import rows
 from .rows import Row
+from .usage import usage_errors
 
 __all__ = ["RING", "curves", "draw", "labels", "plot"]
 
@@ -102,9 +104,17 @@ def _draw_curve(axes: Any, label: str, curve: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draw the file named first, of the rows in the others."""
-    path, *given = sys.argv[1:] if argv is None else argv
-    files: list[str | Path] = [*given] or [*sorted(rows.RESULTS.glob("*.jsonl"))]
-    plot(rows.read(*files), path)
+    from . import anytime, cross  # which draw by means of this module
+
+    plots = {"accuracy": plot, "cross": cross.plot, "anytime": anytime.plot}
+    first = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.figures", description=first)
+    parser.add_argument("picture", type=Path, metavar="FILE", help=".pdf, .png or .svg; an existing one is replaced")
+    parser.add_argument("rows", type=Path, metavar="FILE.jsonl", nargs="*", help="default: all of benchmarks/results")
+    parser.add_argument("--of", choices=plots, default="accuracy", help="default: %(default)s")
+    arguments = parser.parse_args(argv)
+    with usage_errors(parser):
+        plots[arguments.of](rows.read(*(arguments.rows or sorted(rows.RESULTS.glob("*.jsonl")))), arguments.picture)
 
 
 if __name__ == "__main__":

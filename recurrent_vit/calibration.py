@@ -50,7 +50,8 @@ from .limits import bounded_number
 
 __all__ = [
     "HELD_OUT", "MAX_LOST", "Calibration", "Records",
-    "at", "calibrate", "calibrated_on", "choose", "curve", "measure", "plot_curve", "record", "uniform", "uniform_top1",
+    "at", "calibrate", "calibrated_on", "choose", "curve", "draw_curve", "measure", "plot_curve", "record", "uniform",
+    "uniform_top1",
 ]  # fmt: skip
 
 MAX_LOST = 0.005  # of accuracy, that a calibrated threshold may cost: half a point
@@ -464,7 +465,12 @@ def plot_curve(rows: Sequence[Row], path: str | os.PathLike, title: str = "", po
 def _draw_curve(rows: Sequence[Row], title: str, points: Sequence[Row]) -> Any:
     """A matplotlib Figure. It is made without pyplot, so no window system and no global state play a part."""
     figure = runs.import_figure()(figsize=(6, 3.9), layout="constrained")
-    axes = figure.add_subplot()
+    draw_curve(figure.add_subplot(), rows, title, points)
+    return figure
+
+
+def draw_curve(axes: Any, rows: Sequence[Row], title: str, points: Sequence[Row]) -> None:
+    """What :func:`plot_curve` draws, into matplotlib Axes."""
     colors: dict[str, Any] = {}
     for name in dict.fromkeys(row["criterion"] for row in rows):
         x, y = _places([row for row in rows if row["criterion"] == name])
@@ -481,7 +487,6 @@ def _draw_curve(rows: Sequence[Row], title: str, points: Sequence[Row]) -> Any:
     axes.grid(color="0.9")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    return figure
 
 
 def _places(rows: Sequence[Row]) -> tuple[list[float], list[float]]:

@@ -1,12 +1,16 @@
-"""What several test files share: the names of the zoo and small models of them."""
+"""What several test files share: the names of the zoo, small models of them, small data."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
+from timm.models import save_for_hf
+from torch import nn
 
 import recurrent_vit
+from recurrent_vit import calibration, cifar
 
 # The models are tiny: a second thread costs more than it brings, above all beside another job.
 torch.set_num_threads(1)
@@ -44,3 +48,33 @@ def small():
 @pytest.fixture
 def images():
     return torch.randn(4, 3, 32, 32)
+
+
+@pytest.fixture
+def sharp(small):
+    """Build a model whose logits differ much between images and steps."""
+
+    def build(name="bvit", **kwargs):
+        model = small(name, **{"embed_dim": 16, "num_heads": 2, "steps": 5, **kwargs})
+        nn.init.normal_(model.head.weight)
+        return model
+
+    return build
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """`evaluate` of a small model, on a CIFAR-100 of five hundred noisy images, a hundred of them to calibrate on."""
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randint(256, (500, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    found = cifar.Split(images, torch.arange(500) % 100)
+    splits = {"train": found, "test": found[:60]}
+    monkeypatch.setattr(cifar, "load", lambda root, split="train": splits[split])
+    monkeypatch.setattr(calibration, "HELD_OUT", 100)
+    model = timm.create_model("bvit_ds", embed_dim=16, num_heads=2)
+    nn.init.normal_(model.head.weight)
+    (tmp_path / "model").mkdir()
+    save_for_hf(model, tmp_path / "model", safe_serialization=True)
+    return SimpleNamespace(
+        words=["evaluate", f"local-dir:{tmp_path / 'model'}"], model=model.eval(), splits=splits, folder=tmp_path
+    )

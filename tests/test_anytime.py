@@ -1,28 +1,15 @@
-"""Early exit against a loop over single images; thresholds against a search by brute force; the command line."""
+"""Early exit against a loop over single images."""
 
 import copy
-import json
 import math
 import pickle
-from types import SimpleNamespace
 
 import pytest
-import timm
 import torch
-from timm.models import save_for_hf
 from torch import nn
 
-import benchmarks.anytime as benchmark
 import recurrent_vit
-from benchmarks import rows as benchmark_rows
-from benchmarks import tables as benchmark_tables
-from recurrent_vit import calibration, cifar
-from recurrent_vit.__main__ import main
 from recurrent_vit.anytime import CRITERIA, Anytime, Look, is_sound, parse
-from recurrent_vit.augment import normalize
-from recurrent_vit.calibration import Records, at, calibrate, choose, curve, measure, plot_curve, record, uniform
-from recurrent_vit.cifar import Split
-from recurrent_vit.evaluate import evaluate
 from recurrent_vit.limits import PLAIN
 
 SOLVERS = [PLAIN, *recurrent_vit.TABLEAUS]
@@ -34,33 +21,9 @@ def images():
     return torch.randn(12, 3, 32, 32)
 
 
-@pytest.fixture
-def sharp(small):
-    """Build a model whose logits differ much between images and steps."""
-
-    def build(name="bvit", **kwargs):
-        model = small(name, **{**SMALL, "steps": 5, **kwargs})
-        nn.init.normal_(model.head.weight)
-        return model
-
-    return build
-
-
-@pytest.fixture
-def split():
-    return Split(torch.randint(256, (17, 3, 32, 32), dtype=torch.uint8), torch.randint(10, (17,)))
-
-
 @torch.no_grad()
 def run(anytime, images):
     return anytime(images)
-
-
-def assert_agree(row, expected):
-    """Equal in all columns that both have, but for the time and the rounding of fractions."""
-    for key in row.keys() & expected.keys() - {"seconds"}:
-        rounded = isinstance(expected[key], float)
-        assert row[key] == (pytest.approx(expected[key]) if rounded else expected[key]), key
 
 
 def always(criterion):
@@ -336,6 +299,26 @@ def test_scores_are_at_least_float32(criterion):
     torch.testing.assert_close(half, expected, rtol=0.05, atol=0.05)
 
 
+def test_compiled_blocks_follow_the_batch_as_it_shrinks(sharp, images):
+    """As the docstring advises: with dynamic=True. The backend is the eager one, which counts."""
+    model, graphs = sharp(), []
+    anytime = Anytime(model, "margin", 0.5, compact=0)
+    expected = run(anytime, images)
+    assert len(expected.steps.unique()) > 2, "the batch shrinks more than once, or the test sees nothing"
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    for block in model.blocks:
+        block.compile(dynamic=True, fullgraph=True, backend=backend)
+    found = run(anytime, images)
+    assert torch.equal(found.steps, expected.steps)
+    torch.testing.assert_close(found.logits, expected.logits)
+    assert len(graphs) <= 2, "a batch of one is a graph of its own, all others share one"
+
+
 def test_it_works_under_autocast(sharp, images):
     with torch.autocast("cpu", torch.bfloat16):
         out = run(Anytime(sharp(), "confidence", 0.5), images)
@@ -478,387 +461,3 @@ def test_parse_names_what_is_wrong(text, message):
 def test_parse_reads_every_criterion(criterion):
     assert parse(criterion) == (criterion, None)
     assert parse(f"{criterion}:1") == (criterion, 1)
-
-
-# ---- every threshold at once -----------------------------------------------------------------------------------------
-
-
-def synthetic(criterion, n=30, checks=4):
-    """Records of chance, with equal scores, scores that fall again, and some that are no numbers."""
-    generator = torch.Generator().manual_seed(n + checks)
-    scores = torch.randint(1, 9, (n, checks), generator=generator).double()
-    if not CRITERIA[criterion].whole:
-        scores /= 8
-    scores[torch.rand(n, checks, generator=generator) < 0.1] = math.nan
-    right = torch.rand(n, checks + 1, generator=generator) < torch.linspace(0.3, 0.9, checks + 1)
-    steps = (*range(2, 2 + 3 * checks, 3), 3 * checks + 1)
-    return Records(criterion, steps, scores, right, {"horizon": steps[-1], "NFE": 4 * steps[-1]})
-
-
-def by_hand(records, threshold):
-    """(right answers, steps of all images) in loops over numbers."""
-    right = total = 0
-    for scores, hits in zip(records.scores.tolist(), records.right.tolist()):
-        rising = records.criterion != "step_norm"
-        sure = [threshold is not None and (s >= threshold if rising else s <= threshold) for s in scores] + [True]
-        place = sure.index(True)
-        right += hits[place]
-        total += records.steps[place]
-    return right, total
-
-
-def candidates(records):
-    return [None, *sorted({score for score in records.scores.flatten().tolist() if not math.isnan(score)})]
-
-
-@pytest.mark.parametrize("criterion", CRITERIA)
-def test_a_row_is_what_a_loop_over_images_counts(criterion):
-    records = synthetic(criterion)
-    whole, _ = by_hand(records, None)
-    for threshold in candidates(records):
-        row, (right, total) = at(records, threshold), by_hand(records, threshold)
-        assert row["top1"] == pytest.approx(right / 30)
-        assert row["lost"] == pytest.approx((whole - right) / 30)
-        assert row["mean_steps"] == pytest.approx(total / 30)
-        assert row["mean_NFE"] == pytest.approx(4 * total / 30)
-        assert row["saved"] == pytest.approx(1 - total / 30 / records.steps[-1])
-        assert sum(row["exits"].values()) == row["count"] == 30
-        assert sum(int(step) * images for step, images in row["exits"].items()) == total
-        assert row["threshold"] == threshold
-
-
-@pytest.mark.parametrize("loss", [0, 0.05, 0.1, 0.3, 1])
-@pytest.mark.parametrize("criterion", CRITERIA)
-def test_the_chosen_threshold_is_that_of_a_search_by_brute_force(criterion, loss):
-    for n, checks in ((30, 4), (7, 1), (100, 11), (1, 3)):
-        records = synthetic(criterion, n, checks)
-        whole, _ = by_hand(records, None)
-        counted = [by_hand(records, threshold) for threshold in candidates(records)]
-        cheapest = min(total for right, total in counted if (whole - right) / n <= loss)
-        row = choose(records, loss)
-        right, total = by_hand(records, row["threshold"])
-        assert total == cheapest
-        assert (whole - right) / n <= loss
-        assert row == at(records, row["threshold"])
-
-
-@pytest.mark.parametrize("criterion", CRITERIA)
-def test_the_curve_has_every_threshold_that_differs(criterion):
-    records = synthetic(criterion)
-    found = curve(records, points=10_000)
-    costs = {total for _, total in (by_hand(records, threshold) for threshold in candidates(records))}
-    assert [round(30 * row["mean_steps"]) for row in found] == sorted(costs, reverse=True)
-    assert found[0]["threshold"] is None
-    thinned = curve(records, points=3)
-    assert len(thinned) <= 3
-    assert (thinned[0], thinned[-1]) == (found[0], found[-1])
-    assert json.loads(json.dumps(found, allow_nan=False)) == found
-
-
-def test_without_a_check_before_the_last_there_is_nothing_to_choose():
-    records = Records(
-        "margin", (1,), torch.empty(4, 0, dtype=torch.float64), torch.ones(4, 1).bool(), {"horizon": 1, "NFE": 1}
-    )
-    assert [row["threshold"] for row in curve(records)] == [None]
-    assert choose(records)["saved"] == 0
-
-
-def test_the_error_of_what_is_lost_is_that_of_pairs():
-    records = synthetic("confidence", n=100)
-    row = at(records, 0.5)
-    exits = [next((k for k, s in enumerate(scores) if s >= 0.5), 4) for scores in records.scores.tolist()]
-    lost = [int(hits[-1]) - int(hits[place]) for hits, place in zip(records.right.tolist(), exits)]
-    mean = sum(lost) / 100
-    assert row["lost_stderr"] == pytest.approx((sum((value - mean) ** 2 for value in lost) / 100**2) ** 0.5)
-    assert row["lost_stderr"] > 0
-
-
-def test_uniform_rows_stop_all_images_at_once():
-    records = synthetic("stable")
-    found = uniform(records)
-    assert [row["mean_steps"] for row in found] == list(records.steps)
-    assert [row["top1"] for row in found] == pytest.approx(records.right.double().mean(0).tolist())
-    assert {row["criterion"] for row in found} == {"uniform"}
-    assert (found[-1]["lost"], found[-1]["saved"]) == (0, 0)
-
-
-# ---- on a split ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def answered(sharp, split):
-    """A model, and a split of which about half of the labels are its own answers after all steps."""
-    model = sharp()
-    with torch.no_grad():
-        split.labels[::2] = model(normalize(split.images)).argmax(1)[::2]
-    return model, split
-
-
-def test_never_is_evaluation_at_the_horizon(answered):
-    model, split = answered
-    row = measure(Anytime(model, "stable", None), split, batch_size=8, progress=True)
-    [expected] = evaluate(model, split, batch_size=8)
-    shared = row.keys() & expected.keys() - {"seconds"}
-    assert len(shared) == 13
-    assert {key: row[key] for key in shared} == {key: expected[key] for key in shared}
-    assert (row["mean_steps"], row["saved"], row["exits"]) == (5, 0, {"5": 17})
-    assert row["seconds"] > 0
-
-
-@pytest.mark.parametrize("criterion", CRITERIA)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_records_tell_what_exits_will_do(criterion, precision, answered):
-    model, split = answered
-    options = {"batch_size": 8, "precision": precision}
-    records = record(model, split, least=2, **options)
-    assert list(records) == list(CRITERIA)
-    assert records[criterion].steps == (2, 3, 4, 5)
-    for expected in curve(records[criterion]):  # without removal: the same batches, so the same rounding
-        row = measure(Anytime(model, criterion, expected["threshold"], least=2, compact=1), split, **options)
-        assert_agree(row, expected)
-        assert row.keys() >= expected.keys() - {"lost", "lost_stderr"}
-        assert json.loads(json.dumps(row, allow_nan=False)) == row
-
-
-@pytest.mark.parametrize("criterion", CRITERIA)
-def test_calibration_chooses_and_shows(criterion, answered):
-    model, split = answered
-    threshold, row, shown = calibrate(model, split, criterion, max_lost=0.1, every=2, batch_size=8)
-    records = record(model, split, [criterion], every=2, batch_size=8)[criterion]
-    assert row == choose(records, 0.1)
-    assert row["threshold"] == threshold
-    assert row["lost"] <= 0.1
-    assert shown == curve(records)
-    assert (row["every"], row["criterion"], row["solver"], row["trained_horizon"]) == (2, criterion, "plain", 5)
-
-
-def test_states_that_overflow_are_wrong_and_not_sure(sharp, split):
-    model = sharp("bvit_ode_rk4", field="black_box")
-    model.set_horizon(150)
-    records = record(model, split, least=148)
-    for found in records.values():
-        assert found.scores.isnan().all()
-        assert not found.right.any()
-    row = measure(Anytime(model, "stable", 1, least=100), split)
-    assert (row["non_finite"], row["top1"], row["loss"], row["exits"]) == (17, 0, None, {"150": 17})
-
-
-def test_the_model_is_left_as_it_was(answered):
-    model, split = answered
-    model.train()
-    model.patch_embed.eval()
-    before = {name: part.training for name, part in model.named_modules()}
-    record(model, split)
-    measure(Anytime(model, "margin", 0.5), split)
-    assert {name: part.training for name, part in model.named_modules()} == before
-    assert model.horizon == 5
-    assert torch.is_grad_enabled()
-
-
-def test_mistakes_on_a_split_are_named(sharp, split):
-    model = sharp()
-    for use in (
-        lambda **kwargs: record(model, split, **kwargs),
-        lambda **kwargs: calibrate(model, split, **kwargs),
-        lambda **kwargs: measure(Anytime(model), split, **kwargs),
-    ):
-        with pytest.raises(ValueError, match="precision='fp16' is unknown; known precisions: fp32, bf16"):
-            use(precision="fp16")
-        with pytest.raises(ValueError, match="batch_size must be >= 1; got 0"):
-            use(batch_size=0)
-    for use in (lambda part: record(model, part), lambda part: measure(Anytime(model), part)):
-        with pytest.raises(ValueError, match="split is empty"):
-            use(split[:0])
-    with pytest.raises(ValueError, match="must be a RecurrentVisionTransformer"):
-        record(nn.Linear(1, 1), split)
-    with pytest.raises(ValueError, match="criterion='sure' is unknown"):
-        record(model, split, ["sure"])
-    with pytest.raises(ValueError, match="criteria is empty; known criteria: confidence"):
-        record(model, split, [])
-    with pytest.raises(ValueError, match="max_lost=-1 must be a number from 0 to 1"):
-        calibrate(model, split, max_lost=-1)
-    with pytest.raises(ValueError, match="max_lost=nan must be"):
-        choose(synthetic("margin"), math.nan)
-    with pytest.raises(ValueError, match="points=1 must be a whole number from 2 to 10000"):
-        curve(synthetic("margin"), points=1)
-    with pytest.raises(ValueError, match="margin threshold=2 must be"):
-        at(synthetic("margin"), 2)
-
-
-# ---- the picture -----------------------------------------------------------------------------------------------------
-
-
-def test_the_picture_shows_the_rows(tmp_path):
-    pytest.importorskip("matplotlib")
-    curves = {name: curve(synthetic(name)) for name in CRITERIA}
-    rows = [*uniform(synthetic("margin")), *(row for found in curves.values() for row in found)]
-    mark = choose(synthetic("margin"), 0.1)
-    (axes,) = calibration._draw_curve(rows, "a title", [mark]).axes
-    lines = {line.get_label(): line for line in axes.lines}
-    for name, found in curves.items():
-        assert lines[name].get_xydata().tolist() == [[row["mean_NFE"], 100 * row["top1"]] for row in found]
-    assert "same for all images" in lines
-    places = [line.get_xydata().tolist() for line in axes.lines if line.get_color() == lines["margin"].get_color()]
-    assert [[mark["mean_NFE"], 100 * mark["top1"]]] in places
-    assert axes.get_title() == "a title"
-    plot_curve(rows, tmp_path / "curve.png", points=[mark])
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_mistakes_of_the_picture_are_named(tmp_path):
-    pytest.importorskip("matplotlib")
-    with pytest.raises(ValueError, match="rows is empty"):
-        plot_curve([], tmp_path / "curve.png")
-    with pytest.raises(ValueError, match=r"must end in one of \.pdf, \.png, \.svg"):
-        plot_curve(uniform(synthetic("margin")), tmp_path / "curve.gif")
-
-
-# ---- the command line ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def command(monkeypatch, tmp_path):
-    """`evaluate` of a small model, on a CIFAR-100 of five hundred noisy images, a hundred of them to calibrate on."""
-    generator = torch.Generator().manual_seed(3)
-    images = torch.randint(256, (500, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    found = Split(images, torch.arange(500) % 100)
-    splits = {"train": found, "test": found[:60]}
-    monkeypatch.setattr(cifar, "load", lambda root, split="train": splits[split])
-    monkeypatch.setattr(calibration, "HELD_OUT", 100)
-    model = timm.create_model("bvit_ds", embed_dim=16, num_heads=2)
-    nn.init.normal_(model.head.weight)
-    (tmp_path / "model").mkdir()
-    save_for_hf(model, tmp_path / "model", safe_serialization=True)
-    return SimpleNamespace(
-        words=["evaluate", f"local-dir:{tmp_path / 'model'}"], model=model.eval(), splits=splits, folder=tmp_path
-    )
-
-
-def test_a_threshold_that_is_given_is_used(command, capsys):
-    assert main([*command.words, "--anytime", "margin:0.25", "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)
-    expected = measure(Anytime(command.model, "margin", 0.25), command.splits["test"])
-    assert_agree(row, expected)
-    assert row.keys() >= expected.keys()
-    assert (row["split"], row["calibrated_on"], row["max_lost"]) == ("test", None, None)
-
-
-def test_without_a_threshold_one_is_calibrated_on_held_out_images(command, capsys):
-    train = command.splits["train"]
-    held = train[cifar.held_out(train.labels, 100)[1]]
-    threshold = calibrate(command.model, held, "confidence").threshold
-    assert main([*command.words, "--anytime", "confidence", "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)
-    assert row["threshold"] == threshold
-    assert (row["calibrated_on"], row["max_lost"], row["count"]) == ("100 training images", 0.005, 60)
-    assert main([*command.words, "--anytime", "confidence"]) == 0
-    head, line, steps, words = capsys.readouterr().out.splitlines()
-    assert head.split()[:2] == ["criterion", "threshold"]
-    assert line.split()[0] == "confidence"
-    assert line.split()[1] == ("never" if threshold is None else f"{threshold:.9g}")
-    assert steps.startswith("steps: ")
-    assert words.startswith("The threshold was calibrated on 100 training images, to lose at most 0.5 points there. On")
-    assert "at most 0.5 points" in words
-
-
-def test_options_of_evaluate_work_with_it(command, capsys):
-    picture, written = command.folder / "curve.png", command.folder / "rows.jsonl"
-    options = ["--horizon", "6", "--solver", "heun2", "--limit", "20", "--precision", "bf16", "--batch-size", "7"]
-    files = ["--json", str(written), "--plot", str(picture)]
-    assert main([*command.words, "--anytime", "stable:2", *options, *files]) == 0
-    row = json.loads(written.read_text())
-    assert (row["horizon"], row["NFE"], row["solver"], row["precision"], row["count"]) == (6, 12, "heun2", "bf16", 20)
-    assert row["mean_NFE"] == pytest.approx(2 * row["mean_steps"])
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    assert "stable" in capsys.readouterr().out
-    assert main([*command.words, "--anytime", "stable:2", "--held-out", "100", "--json"]) == 0
-    row = json.loads(capsys.readouterr().out)
-    assert (row["split"], row["count"]) == ("held out 100", 100)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--anytime", "sure"], "criterion='sure' is unknown; known criteria: confidence, margin, stable, step_norm"),
-        (["--anytime", ""], "criterion='' is unknown"),
-        (["--anytime", "confidence:x"], "anytime='confidence:x': 'x' is not a number"),
-        (["--anytime", "confidence:2"], "confidence threshold=2.0 must be a number from 0 to 1"),
-        (["--anytime", "margin:0.5", "--horizon", "1,2"], "--horizon '1,2': with --anytime give one number of steps"),
-        (["--anytime", "margin", "--held-out", "100"], "--held-out 100: a threshold would be calibrated on the images"),
-    ],
-)
-def test_a_mistake_is_one_line(command, arguments, message, capsys):
-    assert main([*command.words, *arguments]) == 1
-    shown = capsys.readouterr()
-    assert message in shown.err
-    assert shown.err.count("\n") == 1
-    assert shown.out == ""
-
-
-def test_help_tells_of_it(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["evaluate", "--help"])
-    assert "--anytime CRITERION[:THRESHOLD]" in capsys.readouterr().out
-
-
-# ---- the benchmark ---------------------------------------------------------------------------------------------------
-
-
-def test_the_benchmark_appends_its_rows(command, monkeypatch):
-    monkeypatch.setattr(benchmark, "BATCH", 16)
-    out, picture = command.folder / "anytime.jsonl", command.folder / "curve.png"
-    words = [command.words[1], "--data", "D", "--rounds", "2", "--out", str(out)]
-    benchmark.main([*words, "--plot", str(picture)])
-    found = list(benchmark_rows.read(out))
-    kinds = {
-        name: [row for row in found if row["benchmark"] == name] for name in sorted({r["benchmark"] for r in found})
-    }
-    assert list(kinds) == ["anytime", "anytime curve", "anytime time"]
-    pairs = [(row["criterion"], row["max_lost"]) for row in kinds["anytime"]]
-    assert pairs == [(criterion, loss) for criterion in CRITERIA for loss in benchmark.MAX_LOST]
-    for row in kinds["anytime"]:
-        assert row["count"] == 60
-        assert row["calibrated_on"] == "100 training images"
-        assert 0 <= row["saved"] < 1
-    assert {row["criterion"] for row in kinds["anytime curve"]} == {*CRITERIA, "uniform"}
-    plain, *others = kinds["anytime time"]
-    assert (plain["subject"], plain["reference"]) == ("local-dir:model plain", None)
-    assert len(others) == len(pairs)
-    for row in others:
-        assert row["reference"] == plain["subject"]
-        assert row["ratio_min"] <= row["ratio"] <= row["ratio_max"]
-    for row in found:
-        assert {"date", "hardware", "versions", "commit", "command", "sha256"} <= set(row)
-        assert row["command"] == "python -m benchmarks.anytime local-dir:model --data DIR --rounds 2"
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    text = benchmark_tables.tables(found)
-    for title, count in (("Early exit", len(pairs)), ("Early exit: time", len(others) + 1)):
-        part = text.partition(f"### {title}, cpu\n")[2].partition("###")[0]
-        assert part.count("\n| local-dir:model") == count, title
-        assert "not run" not in part
-
-
-def test_a_smoke_run_is_printed_not_recorded(command, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "BATCH", 8)
-    monkeypatch.setattr(benchmark_rows, "RESULTS", command.folder / "results")
-    benchmark.main([command.words[1], "--rounds", "1", "--limit", "10"])
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {row["benchmark"] for row in printed} == {"anytime", "anytime curve", "anytime time"}
-    assert not (command.folder / "results").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rounds", "0"], "--rounds 0: give at least 1"),
-        (["--limit", "0"], "--limit 0: give at least 1"),
-        (["--limit", "5", "--out", "rows.jsonl"], "--limit 5: such rows are not recorded; leave --out away"),
-        (["--out", "no/such/rows.jsonl"], "there is no folder 'no/such'"),
-        (["--plot", "curve.gif"], "must end in one of .pdf, .png, .svg"),
-        (["--held-out", "7"], "size must be a multiple of the number of classes"),
-    ],
-)
-def test_wrong_usage_of_the_benchmark(command, arguments, message, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        benchmark.main([command.words[1], *arguments])
-    assert message in capsys.readouterr().err

@@ -359,10 +359,16 @@ def test_the_picture_is_drawn_from_files_of_rows(suffix, magic, results, tmp_pat
         assert path.read_bytes().startswith(magic)
 
 
-def test_a_picture_of_nothing_is_refused(results, tmp_path):
+def test_a_picture_of_nothing_is_refused(results, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    with pytest.raises(ValueError, match=r"no rows of accuracy to draw; run python -m benchmarks\.accuracy first"):
-        figures.main([str(tmp_path / "sweep.png")])
+    for of, message in (
+        ("accuracy", "no rows of accuracy to draw; run python -m benchmarks.accuracy first"),
+        ("anytime", "no rows of early exit to draw; run python -m benchmarks.anytime first"),
+        ("cross", "no rows of cross-evaluation to draw; run python -m benchmarks.cross first"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            figures.main([str(tmp_path / "sweep.png"), "--of", of])
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "sweep.png").exists()
 
 

@@ -262,6 +262,7 @@ def test_estimates_agree_with_dense_jacobians_of_a_model(tiny):
     assert found.tolist() == pytest.approx(largest.tolist(), rel=1e-6)
     assert (found <= largest * (1 + 1e-9)).all(), "from below"
     assert spectral_radius(tiny.step, z, iterations=400).tolist() == pytest.approx(radius.tolist(), rel=0.03)
+    assert spectral_radius(tiny.step, z).tolist() == pytest.approx(radius.tolist(), rel=0.2)  # as it is reported
     assert all(parameter.grad is None for parameter in tiny.parameters())
 
 
@@ -492,7 +493,9 @@ def test_pictures_show_the_numbers(findings):
     residual = by_file["motion.png"].axes[0].lines[1]
     assert list(residual.get_ydata()) == pytest.approx([row["residual"] for row in rows(findings.seen)])
     (image,) = by_file["similarity.png"].axes[0].images
-    assert image.get_array().shape == (9, 9)
+    torch.testing.assert_close(torch.tensor(image.get_array()), findings.seen.cka.clamp(0, 1))
+    growth = by_file["growth.png"].axes[0].lines[0]
+    assert list(growth.get_ydata()) == pytest.approx(findings.jacobians.growth.nanquantile(0.5, dim=1).tolist())
     solution = findings.controls["fixed_point"]
     assert list(by_file["controls.png"].axes[0].lines[0].get_xdata()) == list(solution.evaluations)
     before, beyond, _ = by_file["trajectories.png"].axes

@@ -260,27 +260,32 @@ def test_a_product_that_is_left_out_is_an_error(tmp_path, monkeypatch, plain_fil
     assert not list(tmp_path.iterdir())
 
 
-def test_the_real_model(tmp_path):
-    """The sizes that the README states, and the trained weights where there are any."""
-    pretrained = bool(checkpoints("bvit"))
-    model = timm.create_model("bvit", pretrained=pretrained).eval()
-    facts = export_onnx(model, tmp_path / "bvit.onnx")
-    export_onnx(model, tmp_path / "bvit8.onnx", int8=True)
-    assert 3_397_392 < (tmp_path / "bvit.onnx").stat().st_size < 3_600_000
-    assert (tmp_path / "bvit8.onnx").stat().st_size < 1_200_000
-    session, images = open_session(tmp_path / "bvit.onnx"), images_for(model, 2)
+@pytest.mark.parametrize("name", ["bvit", "bvit_ds"])
+def test_the_published_models(name, tmp_path):
+    """The sizes that the README states, and the trained weights."""
+    model = timm.create_model(name, pretrained=True).eval()
+    facts = export_onnx(model, tmp_path / "fp32.onnx")
+    export_onnx(model, tmp_path / "int8.onnx", int8=True)
+    assert 3_397_392 < (tmp_path / "fp32.onnx").stat().st_size < 3_450_000
+    assert (tmp_path / "int8.onnx").stat().st_size < 1_000_000
+    session, images = open_session(tmp_path / "fp32.onnx"), images_for(model, 2)
     for steps in STEPS:
         assert_same(run(session, images, steps), torch_logits(model, images, steps), f"{steps} steps")
-    if pretrained:
-        quantised, prepare = open_session(tmp_path / "bvit8.onnx"), classify.transform(model)
-        photographs = torch.stack([prepare(classify.open_image(path)) for path in classify.samples()])
-        for steps in (12, 48):
-            expected, found = torch_logits(model, photographs, steps), run(quantised, photographs, steps)
-            assert (found - expected).norm() < 0.1 * expected.norm(), f"int8, {steps} steps"
-            assert torch.equal(found.argmax(-1), expected.argmax(-1)), f"int8, {steps} steps"
-        row = checkpoints("bvit")[0]
-        assert (facts["checkpoint"], facts["sha256"], facts["license"]) == (row.id, row.sha256, row.license)
-        assert json.loads(facts["classes"]) == list(cifar.FINE_NAMES)
+    quantised, prepare = open_session(tmp_path / "int8.onnx"), classify.transform(model)
+    photographs = torch.stack([prepare(classify.open_image(path)) for path in classify.samples()])
+    for steps in (12, 48):
+        expected, found = torch_logits(model, photographs, steps), run(quantised, photographs, steps)
+        assert (found - expected).norm() < 0.1 * expected.norm(), f"int8, {steps} steps"
+        assert torch.equal(found.argmax(-1), expected.argmax(-1)), f"int8, {steps} steps"
+    row = checkpoints(name)[0]
+    assert (facts["checkpoint"], facts["sha256"], facts["license"]) == (row.id, row.sha256, row.license)
+    assert json.loads(facts["classes"]) == list(cifar.FINE_NAMES)
+
+
+def test_of_weights_with_two_names_the_file_has_the_name_of_the_model(tmp_path):
+    for name in ("bvit", "bvit_ode_euler"):
+        model = timm.create_model(name, pretrained=True)
+        assert export_onnx(model, tmp_path / "model.onnx")["checkpoint"] == checkpoints(name)[0].id
 
 
 # ---- the model it is made of -----------------------------------------------------------------------------------------
