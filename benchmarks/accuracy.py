@@ -63,7 +63,7 @@ def resolve(text: str) -> Subject:
     """
     prefix = "local-dir:" if text.startswith("local-dir:") else ""
     folder = Path(text.removeprefix(prefix)).expanduser()
-    if prefix or folder.is_dir():
+    if prefix or runs.is_folder(text):
         file = folder / weights.FILE
         digest = weights.sha256(file) if file.is_file() else None
         name = folder.name if folder.is_absolute() else folder.as_posix()
@@ -97,7 +97,7 @@ def load(subject: Subject) -> RecurrentVisionTransformer:
         ValueError: It is no recurrent Vision Transformer, or its weights don't fit.
         OSError: A file is missing, or cannot be downloaded.
     """
-    if Path(subject.source).is_dir():
+    if runs.is_folder(subject.source):
         return runs.load_result(Path(subject.source))
     model = timm.create_model(subject.source, pretrained=True)
     if not isinstance(model, RecurrentVisionTransformer):

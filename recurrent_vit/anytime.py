@@ -222,6 +222,8 @@ class Anytime(nn.Module):
     through the steps that each image took; the decision has no gradient. In training mode it does the same, but dropout
     and stochastic depth make the criterion random: call `eval()` first.
 
+    It takes steps of its own, as `evaluate` does: hooks on `model.taps` are not called.
+
     Where it goes on depends on the data, so it can be neither scripted nor exported, and every check waits for a GPU.
     To compile, compile the blocks, with dynamic=True: the batch shrinks.
 

@@ -102,7 +102,7 @@ def record(
     Raises:
         ValueError: A model or split that doesn't fit, or an argument out of range.
     """
-    watched = {name: Anytime(model, name, None, least=least, every=every) for name in dict.fromkeys(criteria)}
+    watched = {name: Anytime(model, name, None, least=least, every=every) for name in criteria}
     if not watched:
         raise ValueError(f"criteria is empty; known criteria: {', '.join(CRITERIA)}")
     anytime, *_ = watched.values()
@@ -240,11 +240,16 @@ def curve(records: Records, points: int = 64) -> list[Row]:
         records: Of one criterion.
         points: The most rows, 2 to 10000.
     """
-    points = bounded_number("points", points, 2, 10_000, whole=True)
+    points = _checked_points(points)
     sweep = _sweep(records)
     wanted = torch.linspace(sweep.steps[0].item(), sweep.steps[-1].item(), points, dtype=torch.float64)
     places = torch.searchsorted(-sweep.steps, -wanted).clamp(max=len(sweep.steps) - 1).unique()
     return [at(records, _threshold(sweep, place)) for place in places.tolist()]
+
+
+def _checked_points(points: int) -> int:
+    number: int = bounded_number("points", points, 2, 10_000, whole=True)
+    return number
 
 
 def _threshold(sweep: _Sweep, place: int) -> float | None:
@@ -291,6 +296,7 @@ def calibrate(
         ValueError: A model or split that doesn't fit, or an argument out of range.
     """
     bounded_number("max_lost", max_lost, 0, 1)
+    _checked_points(points)
     found = record(
         model,
         split,
@@ -329,8 +335,9 @@ def calibrated_on(source: str | os.PathLike, count: int) -> str:
 
 def _trained_on(source: str) -> int | None:
     """On how many images; None if that is not known."""
-    if Path(source).is_dir():
-        images: int | None = json.loads((Path(source) / "run.json").read_text(encoding="utf-8")).get("images")
+    if runs.is_folder(source):
+        facts = json.loads((Path(source).expanduser() / "run.json").read_text(encoding="utf-8"))
+        images: int | None = facts.get("images")
         return images
     known = {name: row.images for row in reversed(weights.checkpoints()) for name in (row.id, row.name)}
     return known.get(source)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from . import evaluate, runs
 from .cifar import FINE_NAMES
-from .limits import bounded_horizon
+from .limits import LIMITS, bounded_horizon, bounded_number
 from .model import RecurrentVisionTransformer, check_model
 
 __all__ = [
@@ -41,7 +41,7 @@ __all__ = [
 
 SAMPLES = Path(__file__).parent / "samples"
 BACKGROUND = "white"  # what transparent pictures are mostly made for: paper, and the page of a browser
-CLOSED = ("EPS",)  # a program, which Pillow would have Ghostscript run
+CLOSED = ("EPS", "IPTC")  # a program, which Pillow would have Ghostscript run; and what may hold one
 MAX_DRAWN = 50  # pictures in one plot, which grows with each
 
 
@@ -63,7 +63,7 @@ def open_image(path: str | os.PathLike) -> Image.Image:
       least..greatest; what isn't finite is black, or white for +infinity.
     - Of an animation or of several pages the first is taken.
     - CMYK and other colours are converted as Pillow does, without their profiles.
-    - EPS is not opened: it is a program.
+    - EPS is not opened: it is a program. Nor is IPTC, which may hold it.
 
     Args:
         path: The file.
@@ -110,14 +110,16 @@ def _decode(file: BinaryIO) -> Image.Image:
                 upright: Image.Image = picture
                 with contextlib.suppress(Exception):  # EXIF is often damaged where the picture isn't
                     upright = ImageOps.exif_transpose(picture)
+                return _rgb(upright)
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise ValueError(f"refused: it has more than {Image.MAX_IMAGE_PIXELS:,} pixels") from error
         except UnidentifiedImageError as error:
             raise ValueError("not a picture of a format that Pillow reads") from error
+        except _NoPictureError as error:
+            raise ValueError(str(error)) from error
         except Exception as error:  # whatever a decoder raises on bad bytes
             reason = _printable(error) or type(error).__name__
             raise ValueError(f"the picture cannot be read, it is damaged or cut short perhaps ({reason})") from error
-        return _rgb(upright)
 
 
 def _formats() -> list[str]:
@@ -125,9 +127,15 @@ def _formats() -> list[str]:
     return [name for name in Image.ID if name not in CLOSED]
 
 
+class _NoPictureError(ValueError):
+    """There is nothing wrong with the file, and nothing to see in it."""
+
+
 def _rgb(picture: Image.Image) -> Image.Image:
     if not all(picture.size):
-        raise ValueError("it has no pixels")
+        raise _NoPictureError("it has no pixels")
+    if not _is_transparency(picture.info.get("transparency")):
+        picture.info.pop("transparency", None)  # a text of that name, say
     if picture.mode == "F" or picture.mode.startswith("I"):
         picture = _to_8_bits(picture)
     if picture.mode in ("P", "PA", "LA", "RGBA") or "transparency" in picture.info:
@@ -136,18 +144,28 @@ def _rgb(picture: Image.Image) -> Image.Image:
     return picture.convert("RGB")
 
 
+def _is_transparency(value: object) -> bool:
+    """Whether it is a colour, an index of the palette, or the palette's opacities."""
+    return isinstance(value, (int, bytes)) or (isinstance(value, tuple) and all(isinstance(v, int) for v in value))
+
+
 def _to_8_bits(picture: Image.Image) -> Image.Image:
     """Grey of 8 bits, mode L or, where a value means transparent, LA; from modes I;16, I and F."""
     exact = np.float32 if picture.mode.startswith("I;16") else np.float64
-    values = np.asarray(picture).astype(exact)
-    finite = values[np.isfinite(values)]
-    if not finite.size:
-        raise ValueError("none of its values is finite")
-    low, high = _range_of(finite.min(), finite.max(), (1, 255, 65535) if picture.mode == "F" else (65535,))
-    scaled = (np.nan_to_num(values, nan=low, posinf=high, neginf=low) - low) / (high - low)
-    grey = Image.fromarray((255 * scaled).round().astype(np.uint8))
-    if isinstance(transparent := picture.info.get("transparency"), int):
-        grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    values = np.asarray(picture).astype(exact)  # large, maybe: what follows works in place
+    finite = np.isfinite(values)
+    if not finite.any():
+        raise _NoPictureError("none of its values is finite")
+    least, greatest = (f(values, where=finite, initial=initial) for f, initial in ((np.min, np.inf), (np.max, -np.inf)))
+    low, high = _range_of(least, greatest, (1, 255, 65535) if picture.mode == "F" else (65535,))
+    transparent = picture.info.get("transparency")
+    opacity = np.where(values == transparent, 0, 255).astype(np.uint8) if isinstance(transparent, int) else None
+    np.nan_to_num(values, copy=False, nan=low, posinf=high, neginf=low)
+    values -= low
+    values *= 255 / (high - low)
+    grey = Image.fromarray(values.round(out=values).astype(np.uint8))
+    if opacity is not None:
+        grey.putalpha(Image.fromarray(opacity))
     return grey
 
 
@@ -205,7 +223,8 @@ def classify(model: nn.Module, images: Sequence[Image.Image], horizon: int | Non
     """Classify pictures, in one batch and one pass, on the model's device.
 
     Args:
-        model: A `RecurrentVisionTransformer` that takes RGB. It is left as it was; it runs in evaluation mode.
+        model: A `RecurrentVisionTransformer` that takes RGB. It runs in evaluation mode, and is left as it was (so of
+            several threads with one model in training mode, one may see the mode of another).
         images: RGB pictures of any size (:func:`open_image`).
         horizon: Number of steps; default: the model's own.
         top: How many of the most probable classes to name, if there are so many.
@@ -217,8 +236,7 @@ def classify(model: nn.Module, images: Sequence[Image.Image], horizon: int | Non
         ValueError: The model or an argument doesn't fit, or the state or a logit is not finite after some step.
     """
     model = _checked(model)
-    if top < 1:
-        raise ValueError(f"top={top} must be at least 1")
+    top = bounded_number("top", top, 1, LIMITS["num_classes"], whole=True)
     steps = bounded_horizon(model.horizon if horizon is None else horizon, model.depth)
     if not images:
         return []
@@ -407,7 +425,7 @@ def plot(rows: Sequence[tuple[object, Image.Image, Answer]], path: str | os.Path
 
 def _draw(rows: Sequence[tuple[object, Image.Image, Answer]], title: str) -> Any:
     figure = runs.import_figure()(figsize=(8, 2.4 * len(rows) + 0.4), layout="constrained")
-    figure.suptitle(title, parse_math=False)
+    figure.suptitle(_printable(title), parse_math=False)
     panels = figure.subplots(len(rows), 2, squeeze=False, width_ratios=(1, 2))
     for (name, image, answer), (left, right) in zip(rows, panels):
         left.imshow(centre_square(image))

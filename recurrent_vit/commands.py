@@ -57,7 +57,9 @@ def classify_images(args: argparse.Namespace) -> int:
             print(f"recurrent-vit: {error}", file=sys.stderr)
             code = 1
             continue
-        print(classify.text(answer, name, all_steps=args.all_steps, glyphs=glyphs))
+        read = _print(classify.text(answer, name, all_steps=args.all_steps, glyphs=glyphs))
+        if not (read or args.plot):
+            break
         if args.plot:
             image.thumbnail((512, 512))
             rows.append((path.name, image, answer))
@@ -164,8 +166,7 @@ def evaluate_model(args: argparse.Namespace) -> None:
 
     if args.plot:
         evaluate.check_plot(args.plot)
-    if args.json and args.json != "-" and not Path(args.json).parent.is_dir():
-        raise FileNotFoundError(f"--json {args.json!r}: there is no folder {str(Path(args.json).parent)!r}")
+    _check_json(args.json)
     horizons = evaluate.parse_horizons(args.horizon) if args.horizon else None
     exits = None if args.anytime is None else anytime.parse(args.anytime)
     if exits is not None:
@@ -191,7 +192,7 @@ def evaluate_model(args: argparse.Namespace) -> None:
     if args.json:
         _write_json(args.json, [{"model": args.model, **row} for row in _labelled(rows, args)])
     if args.json != "-":
-        print(printing.table(list(map(printing.accuracy, rows))))
+        _print(printing.table(list(map(printing.accuracy, rows))))
     if args.plot:
         evaluate.plot_sweep(rows, args.plot, title=args.model)
 
@@ -238,8 +239,7 @@ def _evaluate_anytime(
     if args.json:
         _write_json(args.json, [{"model": args.model, **labelled} for labelled in _labelled([row], args)])
     if args.json != "-":
-        print(printing.table([printing.early_exit(row)]))
-        print(printing.exits(row))
+        _print(f"{printing.table([printing.early_exit(row)])}\n{printing.exits(row)}")
     if args.plot:
         records = calibration.record(model, split, [criterion], **options)[criterion]
         curves = [*calibration.uniform(records), *calibration.curve(records)]
@@ -320,6 +320,27 @@ def _labelled(rows: list[dict[str, Any]], args: argparse.Namespace) -> list[dict
     return [{"split": f"held out {args.held_out}" if args.held_out else "test", **row} for row in rows]
 
 
+def _print(text: str) -> bool:
+    """To standard output; false if nobody reads it any more, as behind `| head -1`: the rest can still be done."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
+
+
+def _check_json(target: str | None) -> None:
+    """Whether rows can be written there, to be asked before the minutes that they take."""
+    if target in (None, "-"):
+        return
+    path = Path(target)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--json {target!r}: there is no folder {str(path.parent)!r}")
+    if path.is_dir():
+        raise IsADirectoryError(f"--json {target!r} is a folder; give a file")
+
+
 def _write_json(target: str, rows: list[dict[str, Any]]) -> None:
     """Rows as JSON lines, into a file or, for "-", to standard output."""
     from . import runs
@@ -343,7 +364,7 @@ def _load(text: str) -> Any:
 
     from . import runs, zoo
 
-    if Path(text).is_dir():
+    if runs.is_folder(text):
         return runs.load_result(Path(text))
     if not text.startswith(("local-dir:", "hf-hub:")):
         if text.partition(".")[0] not in zoo.VARIANTS:

@@ -23,8 +23,10 @@ tokens, C is embed_dim, H the horizon. What is notable:
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +35,7 @@ from torch import Tensor, nn
 from .augment import normalize
 from .cifar import Split, batches, batches_per_epoch
 from .evaluate import checked, evaluation_mode, first_parameter, overflows, progress_bar, standard_error
-from .limits import bounded_horizon
+from .limits import bounded_horizon, bounded_number
 from .measures import (
     Covariance,
     cka,
@@ -53,6 +55,7 @@ __all__ = ["Dynamics", "Jacobians", "accuracy", "jacobians", "measure", "resolve
 
 Row = dict[str, Any]
 MAX_HORIZON = 1_000
+MAX_IMAGES = 1_000_000
 
 
 # ---- a pass over images ----------------------------------------------------------------------------------------------
@@ -246,14 +249,13 @@ def jacobians(
     model, horizon = checked(model, split), resolve_horizon(model, horizon)
     if count is None:
         count = max(4, 16 // (model.depth * model.evaluations_per_step))
-    at = _linearised(model.steps * model.stages, horizon) if steps is None else tuple(sorted(set(steps)))
+    at = _linearised(model.steps * model.stages, horizon) if steps is None else tuple(sorted(set(map(index, steps))))
     if not at or at[0] < 0 or at[-1] > horizon:
         raise ValueError(f"steps={at} must be from 0 to the horizon, {horizon}")
-    if count < 1:
-        raise ValueError(f"count={count} must be at least 1")
+    count = bounded_number("count", count, 1, MAX_IMAGES, whole=True)
     growth, largest, radii = [], [], []
     images = normalize(split.images[:count]).to(first_parameter(model))
-    with evaluation_mode(model):
+    with evaluation_mode(model), _without_recomputation(model):
         with torch.no_grad():
             z = model.initial_state(images)
         orbit = chain([(z, None)], orbit_growth(model.step, z, horizon))
@@ -264,6 +266,19 @@ def jacobians(
                 largest.append(sigma_max(model.step, z).cpu())
                 radii.append(spectral_radius(model.step, z).cpu())
     return Jacobians(torch.stack(growth), at, torch.stack(largest), torch.stack(radii))
+
+
+@contextmanager
+def _without_recomputation(model: RecurrentVisionTransformer) -> Iterator[None]:
+    """Gradient checkpointing, whose hooks torch.func doesn't know, is off while entered."""
+    blocks = [block for block in model.blocks if getattr(block, "grad_checkpointing", False)]
+    for block in blocks:
+        block.grad_checkpointing = False
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block.grad_checkpointing = True
 
 
 def _linearised(trained: int, horizon: int) -> tuple[int, ...]:

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from .augment import normalize
 from .cifar import Split
-from .dynamics import accuracy
+from .dynamics import MAX_IMAGES, accuracy
 from .evaluate import checked, evaluation_mode, first_parameter, overflows, progress_bar
-from .limits import MAX_STEP_SIZE, bounded_float
+from .limits import MAX_STEP_SIZE, bounded_float, bounded_number
 from .measures import norm
 from .model import RecurrentVisionTransformer
 
@@ -58,7 +58,7 @@ def fixed_point(field: Field, z: Tensor, *, tolerance: float = 1e-3, max_evaluat
     """Iterate z <- z + f(z) until f is small, for every image, or not finite.
 
     Args:
-        field: f, from (B, ...) to the same shape, image by image.
+        field: f, from (B, ..., C) to the same shape, image by image.
         z: The start z_0.
         tolerance: An image has converged where |f(z)| <= tolerance |f(z_0)|.
         max_evaluations: Give up after so many evaluations.
@@ -122,8 +122,7 @@ def anderson(
         >>> round(found.state.item(), 4), found.nfe
         (1.0, 3)
     """
-    if memory < 1:
-        raise ValueError(f"memory={memory} must be at least 1")
+    memory = bounded_number("memory", memory, 1, MAX_EVALUATIONS, whole=True)
     past: deque[tuple[Tensor, Tensor]] = deque(maxlen=memory + 1)
 
     def advance(z: Tensor, slope: Tensor) -> Tensor:
@@ -142,7 +141,7 @@ def anderson(
 def _iterate(
     field: Field, z: Tensor, advance: Callable[[Tensor, Tensor], Tensor], tolerance: float, max_evaluations: int
 ) -> Solution:
-    _check(tolerance, max_evaluations)
+    max_evaluations = _checked_amounts(tolerance, max_evaluations)
     trace = _Trace()
     while True:
         slope = field(z)
@@ -200,10 +199,11 @@ def _least_squares(a: Tensor, b: Tensor) -> Tensor:
     return torch.nan_to_num(weights / length, 0, 0, 0).to(dtype)
 
 
-def _check(tolerance: float, max_evaluations: int) -> None:
+def _checked_amounts(tolerance: float, max_evaluations: int) -> int:
+    """The most evaluations."""
     bounded_float("tolerance", tolerance, 1)
-    if not 1 <= max_evaluations <= MAX_EVALUATIONS:
-        raise ValueError(f"max_evaluations={max_evaluations} must be from 1 to {MAX_EVALUATIONS}")
+    most: int = bounded_number("max_evaluations", max_evaluations, 1, MAX_EVALUATIONS, whole=True)
+    return most
 
 
 # ---- adaptive integration --------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def adaptive(
         ImportError: torchdiffeq isn't installed.
         ValueError: An argument is out of range.
     """
-    _check(tolerance, max_evaluations)
+    max_evaluations = _checked_amounts(tolerance, max_evaluations)
     time = bounded_float("time", time, MAX_STEP_SIZE * MAX_EVALUATIONS)
     odeint = _import_odeint()
     times = torch.tensor([0.0, time], dtype=torch.float64, device=z.device)
@@ -340,11 +340,10 @@ def controls(
     for name in names:
         if name not in METHODS:
             raise ValueError(f"method {name!r} is unknown; known methods: {', '.join(METHODS)}")
-    if count < 1:
-        raise ValueError(f"count={count} must be at least 1")
+    count = bounded_number("count", count, 1, MAX_IMAGES, whole=True)
     if max_evaluations is None:
         max_evaluations = max(1, BLOCK_APPLICATIONS // model.depth)
-    _check(tolerance, max_evaluations)
+    max_evaluations = _checked_amounts(tolerance, max_evaluations)
     if "dopri5" in names:
         _import_odeint()
     return _run(model, split[:count], names, tolerance, max_evaluations, progress)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from . import runs
 from .cifar import Batch, Split, batches, batches_per_epoch
-from .limits import bounded_int
+from .limits import bounded_horizon, bounded_int
 from .model import RecurrentVisionTransformer, check_model
 
 __all__ = [
@@ -93,6 +93,7 @@ def evaluate(
     """
     model, device = checked(model, split), first_parameter(model).device
     steps = _ascending([model.horizon] if horizons is None else horizons)
+    bounded_horizon(steps[-1], model.depth)
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r} is unknown; known precisions: {', '.join(PRECISIONS)}")
     rank, world_size = runs.place()
@@ -338,6 +339,7 @@ def check_plot(path: str | os.PathLike) -> None:
     Raises:
         ValueError: The name doesn't end in .pdf, .png or .svg.
         FileNotFoundError: Its folder doesn't exist.
+        IsADirectoryError: It is a folder.
         ImportError: matplotlib isn't installed.
     """
     path = Path(path)
@@ -345,6 +347,8 @@ def check_plot(path: str | os.PathLike) -> None:
         raise ValueError(f"plot {str(path)!r} must end in one of {', '.join(PLOT_SUFFIXES)}")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"plot {str(path)!r}: there is no folder {str(path.parent)!r}")
+    if path.is_dir():
+        raise IsADirectoryError(f"plot {str(path)!r} is a folder")
     runs.import_figure()
 
 

@@ -25,8 +25,10 @@ import copy
 import hashlib
 import json
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module, metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -47,6 +49,7 @@ __all__ = [
 ]  # fmt: skip
 
 SUFFIX = ".onnx"
+LOCK = threading.RLock()
 TINY = 1e-30  # keeps a token of zeros from being divided by zero
 MAX_UNROLLED = 1_000  # block applications in one graph; tracing them takes time
 # 7 bits for weights: on x86 without VNNI, sums of two 8-bit products saturate (onnxruntime's advice on quantisation)
@@ -124,7 +127,7 @@ def export_program(model: nn.Module, fixed_horizon: int | None = None) -> torch.
     twin = copy_for_inference(model)
     module, arguments, dynamic = _traceable(twin, _checked_horizon(twin, fixed_horizon))
     dynamic["image"] = {0: torch.export.Dim("batch")}
-    with torch.no_grad():
+    with _plain_tracing():
         return torch.export.export(module, arguments, dynamic_shapes=dynamic)
 
 
@@ -172,7 +175,7 @@ def block_to_onnx(block: ResidualBlock, residual: bool, int8: bool = False) -> b
         RuntimeError: As in :func:`export_onnx`.
     """
     attention: Any = block.attn
-    x = torch.zeros(2, 3, attention.qkv.in_features)
+    x = torch.zeros(2, 3, attention.qkv.in_features, dtype=torch.float32)
     return module_to_onnx(_Block(block, residual), x, {0: "batch", 1: "tokens"}, int8)
 
 
@@ -272,6 +275,9 @@ def copy_for_inference(model: nn.Module) -> RecurrentVisionTransformer:
     model = check_model(model)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("model has no weights: it was built on the meta device")
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ValueError(f"model has weights that are not finite: {name}")
     if not all(isinstance(block, ResidualBlock) for block in model.blocks):
         raise ValueError("model's blocks have been replaced, by recurrent_vit.optimize perhaps; give the model before")
     # what the copy finds here it doesn't copy: a hook may belong to something that cannot be copied
@@ -321,7 +327,7 @@ def _traceable(
     model: RecurrentVisionTransformer, horizon: int | None
 ) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
     """The module to trace, arguments to trace it with, and its dynamic shapes: none yet, one entry per argument."""
-    image = torch.zeros(2, *_input_size(model))  # torch.export takes a batch of 1 for a constant
+    image = torch.zeros(2, *_input_size(model), dtype=torch.float32)  # torch.export takes a batch of 1 for a constant
     if horizon is None:
         return _AnySteps(model).eval(), (image, torch.tensor(2)), {"image": None, "steps": None}
     return _FixedSteps(model, horizon).eval(), (image,), {"image": None}
@@ -342,9 +348,16 @@ def _to_onnx(model: RecurrentVisionTransformer, horizon: int | None) -> Any:
     return _trace(module, arguments, dynamic, "logits")
 
 
+@contextmanager
+def _plain_tracing() -> Iterator[None]:
+    """Without gradients, and without the caller's autocast; one trace at a time, since torch's tracers are global."""
+    with LOCK, torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
 def _trace(module: nn.Module, arguments: tuple[Tensor, ...], dynamic: dict[str, Any], output: str) -> Any:
     """A module as a ModelProto; its inputs are called as the keys of the dynamic shapes."""
-    with torch.no_grad():
+    with _plain_tracing():
         program: Any = torch.onnx.export(
             module, arguments, dynamo=True, dynamic_shapes=tuple(dynamic.values()), input_names=list(dynamic),
             output_names=[output], external_data=False, verbose=False,

@@ -60,10 +60,15 @@ def bounded_int(name: str, value: Any, least: int = 1) -> int:
     return number
 
 
+def _is_no_number(value: Any) -> bool:
+    """Whether float() would take it all the same: truth values, of numpy and torch too, and texts."""
+    return isinstance(value, (bool, str, bytes, bytearray)) or "bool" in str(getattr(value, "dtype", ""))
+
+
 def bounded_float(name: str, value: Any, most: float) -> float:
     """`value` as a float, if it is a number above 0 and at most `most`; otherwise a ValueError that says so."""
     try:
-        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
+        number = math.nan if _is_no_number(value) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not 0 < number <= most:
@@ -74,7 +79,7 @@ def bounded_float(name: str, value: Any, most: float) -> float:
 def bounded_number(name: str, value: Any, least: float, most: float, whole: bool = False) -> Any:
     """`value` as a float (an int if `whole`), if it is a number in that range; otherwise a ValueError that says so."""
     try:
-        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)
+        number = math.nan if _is_no_number(value) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's, for a tensor of several numbers
         number = math.nan
     if not least <= number <= most or (whole and number != int(number)):

@@ -17,16 +17,21 @@ What is notable:
 - The file of `recurrent_vit.export` is for where torch isn't.
 """
 
+import copy
 import os
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import export
+from .limits import bounded_number
 from .model import RecurrentVisionTransformer, ResidualBlock
 
 __all__ = ["OnnxBlock", "optimize", "start_session"]
+
+LOCK = threading.RLock()
 
 
 def optimize(model: nn.Module, int8: bool = False, threads: int | None = None) -> RecurrentVisionTransformer:
@@ -42,7 +47,7 @@ def optimize(model: nn.Module, int8: bool = False, threads: int | None = None) -
         threads: Of ONNX Runtime; default: as many as torch has now (`torch.get_num_threads()`).
 
     Raises:
-        ValueError: The model is none of ours, has no weights, or is optimized already; or `threads` is below 1.
+        ValueError: The model is none of ours, has no weights, or is optimized already; or `threads` is out of range.
         ImportError: A package of the extra `export` is missing; says how to install it.
 
     Example:
@@ -54,9 +59,7 @@ def optimize(model: nn.Module, int8: bool = False, threads: int | None = None) -
         True
     """
     export.check_packages("onnx", "onnxscript", "onnxruntime")
-    threads = torch.get_num_threads() if threads is None else threads
-    if threads < 1:
-        raise ValueError(f"threads={threads} must be at least 1")
+    threads = bounded_number("threads", torch.get_num_threads() if threads is None else threads, 1, 1024, whole=True)
     twin = export.copy_for_inference(model)
     integrated = twin.tableau is not None and twin.field == "state_subtracted"
     blocks: Any = twin.blocks
@@ -69,8 +72,9 @@ def optimize(model: nn.Module, int8: bool = False, threads: int | None = None) -
 class OnnxBlock(nn.Module):
     """A block that ONNX Runtime computes: F(x), or R(x) = F(x) - x if `residual`, for any number of images and tokens.
 
-    It has the block's children, so its parameters are the block's, by the same names. A change of them in place has no
-    effect; `load_state_dict` has.
+    It has the block's children, so its parameters are the block's, by the same names. What it computes has the weights
+    of the moment it was made, or of the last `load_state_dict` of it or of a model that holds it; a change of them in
+    place has no effect.
 
     Args:
         block: In float32, on the CPU, in evaluation mode.
@@ -82,8 +86,13 @@ class OnnxBlock(nn.Module):
         super().__init__()
         for name, child in block.named_children():
             self.add_module(name, child)
+        for name, parameter in block.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, buffer in block.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
         self.int8, self.threads = int8, threads
         self._block = [block]  # in a list: it is no child
+        self._frozen = [copy.deepcopy(block)]  # what sessions are made of; nothing after new weights were loaded
         self._sessions: dict[tuple[int, bool], Any] = {}  # by process and `residual`
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,14 +100,19 @@ class OnnxBlock(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._sessions.clear()  # they have the old weights
+        self._sessions.clear()  # they have the old weights; the children get the new ones after this
+        self._frozen.clear()
 
     def session(self, residual: bool) -> Any:
         """The onnxruntime.InferenceSession that computes F or R."""
         place = (os.getpid(), residual)
         if place not in self._sessions:
-            content = export.block_to_onnx(self._block[0], residual, self.int8)
-            self._sessions[place] = start_session(content, self.threads)
+            with LOCK:  # of several threads the first makes it
+                if not self._frozen:
+                    self._frozen.append(copy.deepcopy(self._block[0]))
+                if place not in self._sessions:
+                    content = export.block_to_onnx(self._frozen[0], residual, self.int8)
+                    self._sessions[place] = start_session(content, self.threads)
         return self._sessions[place]
 
     def forward(

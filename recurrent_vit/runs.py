@@ -20,7 +20,9 @@ import math
 import os
 import platform
 import re
+import secrets
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -59,17 +61,24 @@ _NAME = re.compile(r"checkpoint-(\d{8})-([0-9a-f]{8})\.pt")
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Let `write` fill a file beside `path`, flush it to the disk, and rename it to `path`.
 
-    A link keeps pointing to its file. Where `path` is a device or a pipe there is nothing to rename: it is written to.
+    A link keeps pointing to its file. Where `path` is a device or a pipe, or this process's standard output by a name
+    like /dev/stdout, there is nothing to rename: it is written to.
 
     Raises:
         OSError: The disk is full or the folder cannot be written; `path` is then as it was, and nothing else is left.
     """
+    if (stream := _standard_stream(path)) is not None:
+        for printed in filter(None, (sys.stdout, sys.stderr)):
+            printed.flush()
+        with open(stream, "wb", closefd=False) as file:
+            write(file)
+        return
     if path.exists() and not path.is_file():
         with path.open("wb") as file:
             write(file)
         return
     path = Path(os.path.realpath(path))
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.stem[:100]}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
         with part.open("wb") as file:
             write(file)
@@ -79,6 +88,15 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def _standard_stream(path: Path) -> int | None:
+    """The descriptor of standard output or error, if that is the file; opening it by its name again would empty it."""
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(path), os.fstat(stream)):
+                return stream
+    return None
 
 
 def place() -> tuple[int, int]:
@@ -240,13 +258,19 @@ def write_result(folder: Path, weights: dict[str, Tensor], facts: dict[str, Any]
         plot_history(folder)
 
 
+def is_folder(text: str) -> bool:
+    """Whether the folder of a run is meant: there is one, and its name is not that of a model; `./bvit` is not."""
+    return bool(text) and Path(text).expanduser().is_dir() and text.partition(".")[0] not in VARIANTS
+
+
 def load_result(folder: Path) -> RecurrentVisionTransformer:
-    """The model that a run made, in evaluation mode.
+    """The model that a run made, in evaluation mode; a leading ~ is the home directory.
 
     Raises:
         FileNotFoundError: The run is not finished, or the folder is not one.
         ValueError: What is in the files is not a model of the zoo with its weights.
     """
+    folder = folder.expanduser()
     for name in ("run.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}: it is not the folder of a finished run")

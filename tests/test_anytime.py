@@ -299,10 +299,10 @@ def test_scores_are_at_least_float32(criterion):
     torch.testing.assert_close(half, expected, rtol=0.05, atol=0.05)
 
 
-def test_compiled_blocks_follow_the_batch_as_it_shrinks(sharp, images):
-    """As the docstring advises: with dynamic=True. The backend is the eager one, which counts."""
-    model, graphs = sharp(), []
-    anytime = Anytime(model, "margin", 0.5, compact=0)
+def test_compiled_blocks_follow_the_batch_as_it_shrinks(exits):
+    """As the docstring advises: with dynamic=True. The backend runs the graph as it is, and counts."""
+    model, images, threshold = exits
+    anytime, graphs = Anytime(model, "confidence", threshold, compact=0), []
     expected = run(anytime, images)
     assert len(expected.steps.unique()) > 2, "the batch shrinks more than once, or the test sees nothing"
 

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -262,6 +263,13 @@ def test_mistakes_on_a_split_are_named(sharp, split):
         choose(synthetic("margin"), math.nan)
     with pytest.raises(ValueError, match="points=1 must be a whole number from 2 to 10000"):
         curve(synthetic("margin"), points=1)
+    with pytest.raises(ValueError, match="points=1 must be"):
+        calibrate(nn.Linear(1, 1), split, points=1)  # before it looks at anything else
+    for value in (True, np.bool_(True), torch.tensor(True), bytearray(b"1")):
+        with pytest.raises(ValueError, match=r"margin threshold=.* must be a number"):
+            at(synthetic("margin"), value)
+    with pytest.raises(ValueError, match="is unknown; known criteria"):
+        calibrate(model, split, criterion=["margin"])
     with pytest.raises(ValueError, match="margin threshold=2 must be"):
         at(synthetic("margin"), 2)
 

@@ -3,11 +3,13 @@
 import io
 import re
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from timm.models import save_for_hf
@@ -274,7 +276,7 @@ def test_what_does_not_fit_is_an_error(small, monkeypatch):
         classify.classify(small("bvit", in_chans=1), [PICTURE])
     with pytest.raises(ValueError, match="num_classes=0"):
         classify.classify(small("bvit", num_classes=0), [PICTURE])
-    with pytest.raises(ValueError, match="top=0 must be at least 1"):
+    with pytest.raises(ValueError, match="top=0 must be a whole number from 1"):
         classify.classify(small("bvit"), [PICTURE], top=0)
     model, step, taken = small("bvit"), small("bvit").step, []
     monkeypatch.setattr(model, "step", lambda z: taken.append(z) or step(z) * (torch.nan if len(taken) == 5 else 1))
@@ -526,3 +528,52 @@ def test_the_readme_shows_what_the_first_command_prints(capsys):
         assert told.split()[0] == found.split()[0]
         if "%" in told:  # the last digit may differ between machines
             assert float(told.split()[1]) == pytest.approx(float(found.split()[1]), abs=0.11)
+
+
+# ---- what has been tried against it ----------------------------------------------------------------------------------
+
+
+def test_no_program_in_a_picture_is_run(tmp_path, monkeypatch):
+    """A container of pictures, IPTC, with PostScript in it, which Pillow alone would have Ghostscript run."""
+    from PIL import EpsImagePlugin
+
+    ran = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *arguments, **kwargs: ran.append(arguments))
+
+    def field(tag, data):
+        return bytes([0x1C, *tag]) + len(data).to_bytes(2, "big") + data
+
+    script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
+    header = [((3, 60), b"\1\0"), ((3, 20), b"\n"), ((3, 30), b"\n"), ((3, 120), b"\5"), ((8, 10), script)]
+    (tmp_path / "a.png").write_bytes(b"".join(field(*part) for part in header) + bytes([0x1C, 8, 11, 0, 0]))
+    with pytest.raises(ValueError, match="not a picture of a format that Pillow reads"):
+        classify.open_image(tmp_path / "a.png")
+    assert not ran
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "1"])
+def test_a_text_called_transparency_is_no_transparency(mode, tmp_path):
+    from PIL.PngImagePlugin import PngInfo
+
+    texts, picture = PngInfo(), Image.new("RGB", (40, 30), (10, 200, 90)).convert(mode)
+    texts.add_text("transparency", "x")
+    picture.save(tmp_path / "text.png", pnginfo=texts)
+    picture.save(tmp_path / "plain.png")
+    found, expected = (classify.open_image(tmp_path / name) for name in ("text.png", "plain.png"))
+    assert found.tobytes() == expected.tobytes()
+
+
+def test_a_reader_that_leaves_takes_no_picture_with_it(tmp_path):
+    pytest.importorskip("matplotlib")
+    command = [sys.executable, "-m", "recurrent_vit", "classify", "--plot", str(tmp_path / "plot.png")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("top", [0, 2.5, "3", True])
+def test_top_is_a_whole_number(top):
+    with pytest.raises(ValueError, match=f"top={top!r} must be a whole number from 1 to"):
+        classify.classify(timm.create_model("bvit", embed_dim=16, num_heads=2), [], top=top)

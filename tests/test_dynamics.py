@@ -461,7 +461,7 @@ def test_where_jacobians_are_taken(small, split):
     assert jacobians(model, five, horizon=3, count=1).steps == (0, 2, 3)
     with pytest.raises(ValueError, match=r"steps=\(2, 9\) must be from 0 to the horizon, 3"):
         jacobians(model, five, horizon=3, steps=[9, 2])
-    with pytest.raises(ValueError, match="count=0 must be at least 1"):
+    with pytest.raises(ValueError, match="count=0 must be a whole number from 1"):
         jacobians(model, five, count=0)
 
 
@@ -529,6 +529,19 @@ def test_pictures_of_states_that_overflow(small, split, tmp_path):
     solved = {row["method"]: one for row, one in controls(model, split, methods=["fixed_point", "anderson"])}
     figures.write(tmp_path, figures.Findings("overflows", seen, found, solved), {})
     assert len(list(tmp_path.iterdir())) == 1 + len(figures.PICTURES)
+
+
+def test_jacobians_of_a_model_with_gradient_checkpointing(small, split):
+    model = small("bvit", **SMALL, steps=2)
+    expected = jacobians(model, split, steps=[0], count=2)
+    model.set_grad_checkpointing(True)
+    found = jacobians(model, split, steps=[0], count=2)
+    torch.testing.assert_close(found.sigma_max, expected.sigma_max)
+    torch.testing.assert_close(found.growth, expected.growth)
+    assert model.blocks[0].grad_checkpointing
+    for steps in ([0, 1.5], ["1"]):
+        with pytest.raises(TypeError):
+            jacobians(model, split, steps=steps, count=2)
 
 
 def test_the_command_writes_a_page_and_rows(small, split, tmp_path, monkeypatch, capsys):

@@ -192,8 +192,8 @@ def test_states_keep_their_shape_and_dtype(dtype):
     ("solver", "kwargs", "message"),
     [
         (fixed_point, {"tolerance": 0}, "tolerance=0 must be a number above 0"),
-        (fixed_point, {"max_evaluations": 0}, "max_evaluations=0 must be from 1"),
-        (anderson, {"memory": 0}, "memory=0 must be at least 1"),
+        (fixed_point, {"max_evaluations": 0}, "max_evaluations=0 must be a whole number from 1"),
+        (anderson, {"memory": 0}, "memory=0 must be a whole number from 1"),
         (adaptive, {"time": -1.0}, r"time=-1\.0 must be a number above 0"),
         (adaptive, {"tolerance": math.nan}, "tolerance=nan must be a number above 0"),
     ],
@@ -349,9 +349,9 @@ def test_controls_name_what_is_wrong_at_the_call(small, split, monkeypatch):
     model = small("bvit", **SMALL)
     with pytest.raises(ValueError, match="method 'broyden' is unknown; known methods: fixed_point, anderson, dopri5"):
         controls(model, split, methods=["broyden"])
-    with pytest.raises(ValueError, match="count=0 must be at least 1"):
+    with pytest.raises(ValueError, match="count=0 must be a whole number from 1"):
         controls(model, split, count=0)
-    with pytest.raises(ValueError, match="max_evaluations=0 must be from 1"):
+    with pytest.raises(ValueError, match="max_evaluations=0 must be a whole number from 1"):
         controls(model, split, max_evaluations=0)
     with pytest.raises(ValueError, match="got Linear"):
         controls(nn.Linear(1, 1), split)
@@ -370,3 +370,16 @@ def test_a_set_of_several_blocks_gets_fewer_evaluations(small, split):
         model = small("bvit", **SMALL, depth=depth)
         ((row, _),) = controls(model, split, methods=["fixed_point"], tolerance=1e-12)
         assert row["NFE"] == most
+
+
+@pytest.mark.parametrize("amount", [0, 2.5, 200 / 3, True, "5", float("nan"), 10**9])
+def test_evaluations_are_a_whole_number(amount, small, split):
+    start = torch.ones(2, 3)
+    for use in (
+        lambda: fixed_point(torch.randn_like, start, max_evaluations=amount),
+        lambda: anderson(torch.randn_like, start, max_evaluations=amount),
+        lambda: adaptive(torch.square, start, max_evaluations=amount),
+        lambda: controls(small("bvit", **SMALL), split, methods=["fixed_point"], max_evaluations=amount),
+    ):
+        with pytest.raises(ValueError, match=r"max_evaluations=.* must be a whole number from 1 to 100000"):
+            use()

@@ -482,11 +482,21 @@ def test_plot_of_one_row_and_of_many(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_more_states_than_there_may_be_are_refused_at_the_call():
+    model = timm.create_model("bvit", embed_dim=16, num_heads=2, depth=40)
+    split = Split(torch.zeros(1, 3, 32, 32, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="horizon=501 steps of depth=40 blocks"):
+        evaluate(model, split, horizons=[1, 501])
+
+
 def test_plot_errors_are_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"sweep\.gif' must end in one of \.pdf, \.png, \.svg"):
         check_plot(tmp_path / "sweep.gif")
     with pytest.raises(FileNotFoundError, match=r"there is no folder '.*nowhere'"):
         check_plot(tmp_path / "nowhere" / "sweep.png")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"folder\.png' is a folder"):
+        check_plot(tmp_path / "folder.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
     with pytest.raises(ImportError, match=r'pip install "recurrent-vit\[train\]"'):

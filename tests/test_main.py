@@ -367,3 +367,20 @@ def test_a_loss_that_is_not_finite_is_one_line(data, tmp_path, monkeypatch, caps
     monkeypatch.setattr(train, "fit", fit)
     assert main(["train", "bvit", "--out", str(tmp_path / "run")]) == 1
     assert capsys.readouterr().err == "recurrent-vit: the loss is nan\n"
+
+
+def test_a_name_of_the_zoo_is_the_model_whatever_folders_there_are(tmp_path, monkeypatch, capsys):
+    (tmp_path / "bvit").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(["classify"]) == 0
+    capsys.readouterr()
+    assert main(["classify", "--model", "./bvit"]) == 1
+    assert capsys.readouterr().err == "recurrent-vit: bvit has no run.json: it is not the folder of a finished run\n"
+    assert main(["classify", "--model", ""]) == 1
+    assert capsys.readouterr().err.startswith("recurrent-vit: '' is neither a folder nor a name of the zoo")
+
+
+def test_rows_into_a_folder_are_refused_before_the_pass(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cifar, "load", lambda *arguments: pytest.fail("the images were loaded"))
+    assert main(["evaluate", "bvit", "--json", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"recurrent-vit: --json '{tmp_path}' is a folder; give a file\n"

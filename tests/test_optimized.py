@@ -5,11 +5,13 @@ import itertools
 import os
 import pickle
 import sys
+import threading
 
 import onnx
 import pytest
 import timm
 import torch
+from torch import nn
 
 import recurrent_vit
 from recurrent_vit import Anytime, augment, cifar, evaluate, export
@@ -127,8 +129,6 @@ def test_threads_are_those_of_the_call(small):
         assert optimize(model).blocks[0].session(False).get_session_options().intra_op_num_threads == 1
     finally:
         torch.set_num_threads(before)
-    with pytest.raises(ValueError, match="threads=0 must be at least 1"):
-        optimize(model, threads=0)
 
 
 def test_what_a_model_is_used_by_takes_it(small, images):
@@ -196,3 +196,68 @@ def test_int8_hardly_changes_the_answers_of_trained_weights():
     with torch.inference_mode():
         plain, fast = model(images).argmax(-1), optimize(model, int8=True)(images).argmax(-1)
     assert (plain == fast).float().mean() > 0.95
+
+
+# ---- threads, autocast, weights --------------------------------------------------------------------------------------
+
+
+def test_several_threads_may_make_the_first_call(small, images):
+    model, found = small("bvit"), []
+    fast = copy.deepcopy(optimize(model))  # a copy has no session yet
+
+    def call():
+        with torch.inference_mode():
+            found.append(fast(images))
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3
+    for logits in found:
+        torch.testing.assert_close(logits, model(images).detach(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_session_made_under_autocast_is_the_same(small, images):
+    model = small("bvit")
+    with torch.autocast("cpu", torch.bfloat16):
+        fast = optimize(model)
+        again = copy.deepcopy(fast)
+        with torch.inference_mode():
+            z = again.initial_state(images).float()
+            y = again.blocks[0](z)
+    with torch.inference_mode():
+        torch.testing.assert_close(y, model.blocks[0](z), rtol=1e-4, atol=1e-4)
+
+
+def test_a_change_in_place_changes_neither_of_the_two_graphs(small, images):
+    fast = optimize(small("bvit"))
+    with torch.inference_mode():
+        z = fast.initial_state(images)
+        before = fast.blocks[0](z)
+    with torch.no_grad():
+        for parameter in fast.blocks.parameters():
+            parameter.mul_(1.5)
+    with torch.inference_mode():
+        for twin in (fast, copy.deepcopy(fast)):
+            torch.testing.assert_close(twin.blocks[0](z), before)
+            torch.testing.assert_close(z + twin.blocks[0](z, residual=True), before, rtol=1e-4, atol=1e-4)
+    fast.load_state_dict(fast.state_dict())
+    with torch.inference_mode():
+        assert (fast.blocks[0](z) - before).norm() > 0.01 * before.norm(), "loading them does"
+
+
+def test_parameters_of_the_block_itself_keep_their_names(small, images):
+    model = small("bvit")
+    model.blocks[0].gain = nn.Parameter(torch.ones(3))
+    model.blocks[0].register_buffer("count", torch.zeros(1))
+    fast = optimize(model)
+    assert fast.state_dict().keys() == model.state_dict().keys()
+    fast.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("threads", [0, 1.5, "2", True, 10**6])
+def test_threads_are_a_whole_number(threads, small):
+    with pytest.raises(ValueError, match=r"threads=.* must be a whole number from 1 to 1024"):
+        optimize(small("bvit"), threads=threads)

@@ -7,6 +7,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from fractions import Fraction
 
@@ -436,6 +437,42 @@ def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
     runs.write_atomically(path, lambda file: file.write(b"newer"))
     assert seen == [(5, b"old")]
     assert path.read_bytes() == b"newer"
+
+
+def test_threads_that_write_one_file_leave_it_whole(tmp_path):
+    path, failures = tmp_path / ("long name " * 24 + ".json"), []
+
+    def write(content):
+        try:
+            for _ in range(20):
+                runs.write_atomically(path, lambda file: file.write(content))
+        except OSError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=(letter * 200_000,)) for letter in (b"a", b"b")]
+    for thread in threads:
+        thread.start()
+    seen = set()
+    while any(thread.is_alive() for thread in threads):
+        if path.exists():
+            seen.add(path.read_bytes())
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert seen <= {b"a" * 200_000, b"b" * 200_000}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_standard_output_by_its_name_is_appended_to(tmp_path):
+    """What a shell has opened with >> is not emptied, nor replaced."""
+    code = (
+        "import pathlib; from recurrent_vit import runs; print('printed'); "
+        "runs.write_atomically(pathlib.Path('/dev/stdout'), lambda file: file.write(b'written'))"
+    )
+    (tmp_path / "log").write_text("old ")
+    with (tmp_path / "log").open("a") as log:
+        subprocess.run([sys.executable, "-c", code], stdout=log, check=True)
+    assert (tmp_path / "log").read_text() == "old printed\nwritten"
 
 
 def test_a_resumed_run_writes_the_history_after_its_checkpoint_again(tmp_path, monkeypatch):
