@@ -78,7 +78,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
             write(file)
         return
     path = Path(os.path.realpath(path))
-    part = path.with_name(f".{path.stem[:100]}.{os.getpid()}.{secrets.token_hex(4)}.part")
+    part = path.with_name(f".{path.stem[:30]}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
         with part.open("wb") as file:
             write(file)
