@@ -156,8 +156,8 @@ def _to_8_bits(picture: Image.Image) -> Image.Image:
     finite = np.isfinite(values)
     if not finite.any():
         raise _NoPictureError("none of its values is finite")
-    least, greatest = (f(values, where=finite, initial=initial) for f, initial in ((np.min, np.inf), (np.max, -np.inf)))
-    low, high = _range_of(least, greatest, (1, 255, 65535) if picture.mode == "F" else (65535,))
+    least, greatest = np.min(values, where=finite, initial=np.inf), np.max(values, where=finite, initial=-np.inf)
+    low, high = _range_of(float(least), float(greatest), (1, 255, 65535) if picture.mode == "F" else (65535,))
     transparent = picture.info.get("transparency")
     opacity = np.where(values == transparent, 0, 255).astype(np.uint8) if isinstance(transparent, int) else None
     np.nan_to_num(values, copy=False, nan=low, posinf=high, neginf=low)

@@ -271,7 +271,7 @@ def jacobians(
 @contextmanager
 def _without_recomputation(model: RecurrentVisionTransformer) -> Iterator[None]:
     """Gradient checkpointing, whose hooks torch.func doesn't know, is off while entered."""
-    blocks = [block for block in model.blocks if getattr(block, "grad_checkpointing", False)]
+    blocks: list[Any] = [block for block in model.blocks if getattr(block, "grad_checkpointing", False)]
     for block in blocks:
         block.grad_checkpointing = False
     try:

@@ -316,7 +316,8 @@ def test_compiled_blocks_follow_the_batch_as_it_shrinks(exits):
     found = run(anytime, images)
     assert torch.equal(found.steps, expected.steps)
     torch.testing.assert_close(found.logits, expected.logits)
-    assert len(graphs) <= 2, "a batch of one is a graph of its own, all others share one"
+    sizes = {int((expected.steps >= step).sum()) for step in expected.steps.unique()}
+    assert len(graphs) <= 3 < len(sizes), "the initial state has other strides, a batch of one is another graph"
 
 
 def test_it_works_under_autocast(sharp, images):
