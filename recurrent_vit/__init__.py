@@ -41,7 +41,12 @@ _HOME = {
 }
 
 
+_MODULES = ("anytime", "calibration", "cifar", "classify", "dynamics", "equilibrium", "evaluate", "export", "measures")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name in _HOME:
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

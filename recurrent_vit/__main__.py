@@ -9,7 +9,7 @@ import io
 import os
 import sys
 
-from . import commands
+from . import __version__, commands
 
 # Errors that the user can act on are shown in one line; anything else is a bug of ours and keeps its traceback.
 MISTAKES = (OSError, ValueError, ImportError, FloatingPointError, InterruptedError)
@@ -49,6 +49,7 @@ MODEL = "NAME|local-dir:PATH|RUN"
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="recurrent-vit", description="Recurrent Vision Transformers for timm.")
+    parser.add_argument("--version", action="version", version=f"recurrent-vit {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
 
     add = subparsers.add_parser(

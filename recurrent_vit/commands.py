@@ -295,13 +295,13 @@ def _origin(args: argparse.Namespace, horizon: int) -> str:
 
     from . import runs
 
-    machine, command = runs.hardware(args.device), f"recurrent-vit dynamics {args.model} --horizon {horizon}"
+    machine, command = runs.hardware(args.device), f"recurrent-vit dynamics {args.model} --data DIR --out DIR"
     packages = runs.versions()
     if "dopri5" in _available_methods():
         packages["torchdiffeq"] = metadata.version("torchdiffeq")
     versions = ", ".join(f"{name} {version}" for name, version in packages.items())
     return (
-        f"`{command} --limit {args.limit} --batch-size {args.batch_size} --device {args.device}`, "
+        f"`{command} --horizon {horizon} --limit {args.limit} --batch-size {args.batch_size} --device {args.device}`, "
         f"{date.today().isoformat()}; {machine['gpu'] or machine['cpu']}, {machine['threads']} threads; {versions}"
     )
 

@@ -171,7 +171,7 @@ def _row_of(run: Path, name: str, tag: str, repo_id: str, scored: Path) -> tuple
 
 def _results(path: Path, run: Path, model: Any) -> dict[int, dict[str, Any]]:
     """The rows of `evaluate` by number of steps."""
-    advice = f"run `recurrent-vit evaluate {run} --horizon 1,2,4,8,12,24,48,96 --json {path}`"
+    advice = f"run `recurrent-vit evaluate {run} --data DIR --horizon 1,2,4,8,12,24,48,96 --json {path}`"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: {advice}")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -411,7 +411,13 @@ def plot_history(folder: Path) -> None:
     axes = figure.subplots()
     for leg in sorted({row["leg"] for row in rows}):
         part = [row for row in rows if row["leg"] == leg]
-        axes.plot([row["pflop"] for row in part], [row["loss"] for row in part], label=f"{part[0]['size']} px")
+        axes.plot(
+            [row["pflop"] for row in part],
+            [row["loss"] for row in part],
+            marker=".",
+            markersize=2,
+            label=f"{part[0]['size']} px",
+        )
     axes.set(xlabel="compute, PFLOP", ylabel="training loss, nats")
     axes.grid(alpha=0.3)
     axes.legend(title="pictures")

@@ -101,7 +101,7 @@ class Checkpoint:
     date: str
     metrics: dict[str, float]
     sweep: dict[str, dict[str, float]]
-    golden: str
+    golden: str = field(repr=False)
     model_kwargs: dict[str, Any] = field(default_factory=dict)
     repo: str = ""
     commit: str = ""

@@ -384,3 +384,15 @@ def test_rows_into_a_folder_are_refused_before_the_pass(tmp_path, monkeypatch, c
     monkeypatch.setattr(cifar, "load", lambda *arguments: pytest.fail("the images were loaded"))
     assert main(["evaluate", "bvit", "--json", str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"recurrent-vit: --json '{tmp_path}' is a folder; give a file\n"
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"recurrent-vit {recurrent_vit.__version__}\n"
+
+
+def test_modules_are_attributes_of_the_package():
+    code = "import recurrent_vit; print(recurrent_vit.calibration.calibrate, recurrent_vit.export.export_onnx)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("<function calibrate at")
