@@ -49,7 +49,7 @@ __all__ = [
 ]  # fmt: skip
 
 SUFFIX = ".onnx"
-LOCK = threading.RLock()
+LOCK = threading.RLock()  # held while torch traces, which only one thread of a process can
 TINY = 1e-30  # keeps a token of zeros from being divided by zero
 MAX_UNROLLED = 1_000  # block applications in one graph; tracing them takes time
 # 7 bits for weights: on x86 without VNNI, sums of two 8-bit products saturate (onnxruntime's advice on quantisation)

@@ -104,7 +104,7 @@ class RecurrentVisionTransformer(VisionTransformer):
         torch.Size([5, 2, 10])
     """
 
-    __jit_unused_properties__ = ["depth", "horizon", "num_states", "evaluations_per_step", "nfe", "macs"]  # noqa: RUF012
+    __jit_unused_properties__ = ["depth", "horizon", "num_states", "evaluations_per_step", "nfe", "macs"]  # noqa: RUF012 (torch's form)
 
     def __init__(
         self,

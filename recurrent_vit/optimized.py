@@ -19,7 +19,6 @@ What is notable:
 
 import copy
 import os
-import threading
 from typing import Any
 
 import torch
@@ -30,8 +29,6 @@ from .limits import bounded_number
 from .model import RecurrentVisionTransformer, ResidualBlock
 
 __all__ = ["OnnxBlock", "optimize", "start_session"]
-
-LOCK = threading.RLock()
 
 
 def optimize(model: nn.Module, int8: bool = False, threads: int | None = None) -> RecurrentVisionTransformer:
@@ -107,7 +104,7 @@ class OnnxBlock(nn.Module):
         """The onnxruntime.InferenceSession that computes F or R."""
         place = (os.getpid(), residual)
         if place not in self._sessions:
-            with LOCK:  # of several threads the first makes it
+            with export.LOCK:  # of several threads the first makes it
                 if not self._frozen:
                     self._frozen.append(copy.deepcopy(self._block[0]))
                 if place not in self._sessions:
