@@ -17,21 +17,18 @@ A step of `vit_cifar` is twelve blocks, one of `bvit_ode_rk4` four evaluations: 
 """
 
 import argparse
-import json
-import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import timm
+from recurrent_vit import RecurrentVisionTransformer, cifar, evaluate, plots, runs, weights
+from recurrent_vit.machine import check_device
+from recurrent_vit.printing import percent
 
-from recurrent_vit import RecurrentVisionTransformer, cifar, evaluate, runs, weights
-
-from . import figures, rows
+from . import figures, rows, usage
 from .measure import report
 from .rows import Row
-from .usage import check_device, check_out, usage_errors
+from .usage import check_out, check_smoke, record, usage_errors
 
 __all__ = [
     "BENCHMARK", "HORIZONS", "Subject", "check_places", "command", "load", "main", "measure", "resolve", "resolve_all",
@@ -67,7 +64,7 @@ def resolve(text: str) -> Subject:
         file = folder / weights.FILE
         digest = weights.sha256(file) if file.is_file() else None
         name = folder.name if folder.is_absolute() else folder.as_posix()
-        return Subject(f"{prefix}{name}", f"{prefix}{folder}", digest)
+        return Subject(f"{prefix}{name}", f"{prefix}{folder}" if prefix else text, digest)
     if text.startswith("hf-hub:"):
         return Subject(text, text, None)
     try:
@@ -97,12 +94,7 @@ def load(subject: Subject) -> RecurrentVisionTransformer:
         ValueError: It is no recurrent Vision Transformer, or its weights don't fit.
         OSError: A file is missing, or cannot be downloaded.
     """
-    if runs.is_folder(subject.source):
-        return runs.load_result(Path(subject.source))
-    model = timm.create_model(subject.source, pretrained=True)
-    if not isinstance(model, RecurrentVisionTransformer):
-        raise ValueError(f"NAME {subject.source!r} is a {type(model).__name__}; give a model of the zoo")
-    return model
+    return runs.load_model(subject.source)
 
 
 def measure(
@@ -129,7 +121,7 @@ def measure(
     found = evaluate.evaluate(
         model.to(device),
         split,
-        horizons={*horizons, model.steps * model.stages},
+        horizons={*horizons, model.trained_horizon},
         batch_size=batch_size,
         precision=precision,
         progress=True,
@@ -162,48 +154,26 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _record(part: list[Row], out: Path | None) -> None:
     for row in part:
-        report(f"  {row['horizon']} steps: top-1 {100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f} %")
-    if out:
-        rows.append(out, part)
-        report(f"  {len(part)} rows appended to {out}")
-    else:
-        sys.stdout.writelines(json.dumps(row) + "\n" for row in part)
+        report(f"  {row['horizon']} steps: top-1 {percent(row, 'top1')} %")
+    record(part, out)
 
 
 def command(arguments: argparse.Namespace, subjects: Sequence[Subject]) -> str:
-    """The command that measures it again, without the paths of one machine: the folder of the data is called DIR."""
-    words = [subject.name for subject in subjects] if arguments.names else []
-    words += ["--data", "DIR"]
-    for name, value in _changes(arguments).items():
-        words += [f"--{name.replace('_', '-')}", ",".join(map(str, value)) if name == "horizon" else str(value)]
-    return shlex.join(["python", "-m", "benchmarks.accuracy", *words])
-
-
-def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options that matter to the numbers and aren't at their default."""
-    defaults = _parser()
-    given = {name: getattr(arguments, name) for name in ("device", "precision", "horizon", "batch_size", "limit")}
-    return {name: value for name, value in given.items() if value != defaults.get_default(name)}
+    """As of `usage.command`; the names of the subjects where they were chosen."""
+    names = [subject.name for subject in subjects] if arguments.names else []
+    return usage.command("accuracy", names, arguments, _parser())
 
 
 def _prepare(arguments: argparse.Namespace) -> tuple[list[Subject], list[RecurrentVisionTransformer], cifar.Split]:
     """All that the passes need, checked before the minutes that they take."""
-    _check(arguments)
+    check_smoke(arguments)
+    check_places(arguments)
     names = arguments.names or [row.id for row in weights.checkpoints()]
     if not names:
         raise ValueError("NAME is missing, and the package has no checkpoints; give the folder of a run")
     subjects = resolve_all(names)
-    return subjects, [load(subject) for subject in subjects], cifar.load(arguments.data, "test")[: arguments.limit]
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    if arguments.limit is not None and arguments.limit < 1:
-        raise ValueError(f"--limit {arguments.limit}: give at least 1")
-    if arguments.limit and arguments.out:
-        raise ValueError(f"--limit {arguments.limit}: such rows are not recorded; leave --out away")
-    if arguments.batch_size < 1:
-        raise ValueError(f"--batch-size {arguments.batch_size}: give at least 1")
-    check_places(arguments)
+    split = cifar.sample(cifar.load(arguments.data, "test"), arguments.limit)
+    return subjects, [load(subject) for subject in subjects], split
 
 
 def check_places(arguments: argparse.Namespace) -> None:
@@ -216,7 +186,7 @@ def check_places(arguments: argparse.Namespace) -> None:
     if arguments.out:
         check_out(arguments.out)
     if arguments.plot:
-        evaluate.check_plot(arguments.plot)
+        plots.check_plot(arguments.plot)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -234,7 +204,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"numbers of steps, beside the trained one (default: {','.join(map(str, HORIZONS))})",
     )
     parser.add_argument("--batch-size", type=int, default=250, help="default: %(default)s")
-    parser.add_argument("--limit", type=int, metavar="N", help="a smoke run on the first N images, only printed")
+    parser.add_argument("--limit", type=int, metavar="N", help="a smoke run on N images, always the same, only printed")
     parser.add_argument("--out", type=Path, metavar="FILE", help="to append to (default: results/accuracy.jsonl here)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the sweeps of all rows recorded there so far")
     return parser

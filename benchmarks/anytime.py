@@ -23,7 +23,6 @@ It wants an otherwise idle machine.
 """
 
 import argparse
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,13 +30,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from recurrent_vit import RecurrentVisionTransformer, augment, calibration, cifar, evaluate, runs
+from recurrent_vit import RecurrentVisionTransformer, augment, calibration, cifar, plots
 from recurrent_vit.anytime import Anytime
+from recurrent_vit.printing import percent
 
-from . import accuracy, rows
+from . import accuracy, rows, usage
 from .measure import Settings, alternate, infer, milliseconds, report
 from .rows import Row
-from .usage import check_amounts, record, usage_errors
+from .usage import check_smoke, record, usage_errors
 
 __all__ = ["BATCH", "MAX_LOST", "main", "outcomes", "plot", "times"]
 
@@ -119,16 +119,16 @@ def plot(measured: Iterable[Row], path: str | Path) -> None:
         OSError: The file can't be written; an existing one is as it was.
         ImportError: matplotlib isn't installed.
     """
-    evaluate.check_plot(path)
+    plots.check_plot(path)
     latest = _latest(measured)
     if not latest:
         raise ValueError("there are no rows of early exit to draw; run python -m benchmarks.anytime first")
-    figure = runs.import_figure()(figsize=(5.2 * len(latest), 3.9), layout="constrained")
+    figure = plots.import_figure()(figsize=(5.2 * len(latest), 3.9), layout="constrained")
     every_axes = figure.subplots(1, len(latest), squeeze=False)[0]
     for axes, (subject, found) in zip(every_axes, latest.items()):
         curves, points = ([row for row in found if row["benchmark"] == kind] for kind in ("anytime curve", "anytime"))
-        calibration.draw_curve(axes, curves, subject, points)
-    runs.save_figure(figure, path)
+        plots.draw_curve(axes, curves, subject, points)
+    plots.save_figure(figure, path)
 
 
 def _latest(measured: Iterable[Row]) -> dict[str, list[Row]]:
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     with usage_errors(parser):
         subject, model, held, test = _prepare(arguments)
-    origin = rows.provenance(arguments.device, _command(arguments, subject.name))
+    origin = rows.provenance(arguments.device, usage.command("anytime", [subject.name], arguments, parser))
     origin["sha256"] = subject.sha256
     measured: list[Row] = []
     chosen_on = calibration.calibrated_on(subject.source, len(held))
@@ -172,18 +172,9 @@ def _describe(row: Row) -> str:
     return (
         f"{row['criterion']}, {100 * row['max_lost']:g} points allowed: threshold {row['threshold']}, "
         f"{100 * row['saved']:.1f} % of the evaluations saved, "
-        f"{100 * row['lost']:.2f} ± {100 * row['lost_stderr']:.2f} points lost; "
+        f"{percent(row, 'lost')} points lost; "
         f"all stopped alike: {100 * row['uniform_top1']:.2f} %"
     )
-
-
-def _command(arguments: argparse.Namespace, name: str) -> str:
-    """The command that measures it again, without the paths of one machine: the folder of the data is called DIR."""
-    words = ["python", "-m", "benchmarks.anytime", name, "--data", "DIR"]
-    for option in ("device", "held_out", "rounds", "limit"):
-        if getattr(arguments, option) != _parser().get_default(option):
-            words += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
-    return shlex.join(words)
 
 
 def _prepare(arguments: argparse.Namespace) -> tuple[accuracy.Subject, Any, cifar.Split, cifar.Split]:
@@ -197,7 +188,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[accuracy.Subject, Any, cifa
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    check_amounts(arguments)
+    check_smoke(arguments)
     accuracy.check_places(arguments)
 
 

@@ -25,7 +25,6 @@ What is notable:
 
 import argparse
 import math
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import product
@@ -35,10 +34,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recurrent_vit import VARIANTS, RecurrentVisionTransformer, cifar, evaluate, runs, weights
+from recurrent_vit import VARIANTS, RecurrentVisionTransformer, cifar, evaluate, plots, weights
 from recurrent_vit.limits import FIELDS, LIMITS, PLAIN
+from recurrent_vit.printing import percent
 
-from . import accuracy, figures, rows
+from . import accuracy, figures, rows, usage
 from .accuracy import Subject
 from .measure import report
 from .rows import Row
@@ -126,7 +126,7 @@ def measure(
     model, trained = model.to(device), _trained(model)
     begin = {"benchmark": BENCHMARK, "subject": subject.name}
     end = {**trained, "sha256": subject.sha256}
-    row, reference = predict(model, split, model.steps * model.stages, batch_size)
+    row, reference = predict(model, split, model.trained_horizon, batch_size)
     yield {**begin, "as_trained": True, **row, **paired(reference, reference, split.labels), **end}
     for solver, step_size, steps in settings(trained["trained_time"]):
         other = evaluate.rebuild(model, solver=solver, field=FIELD, step_size=step_size)
@@ -135,8 +135,7 @@ def measure(
 
 
 def _trained(model: RecurrentVisionTransformer) -> Row:
-    time = model.steps * model.stages * model.step_size
-    return {"trained_solver": model.solver, "trained_field": model.field, "trained_time": time}
+    return {"trained_solver": model.solver, "trained_field": model.field, "trained_time": model.trained_time}
 
 
 def predict(
@@ -171,8 +170,7 @@ def paired(classes: Tensor, reference: Tensor, labels: Tensor) -> Row:
         labels: int64 (N,).
 
     Returns:
-        - lost: the reference's accuracy minus this one's, the mean of the differences d that are -1, 0 or 1
-        - lost_stderr: its standard error, sqrt(var(d) / N)
+        - lost, lost_stderr: as of `recurrent_vit.evaluate.paired_loss`
         - agreement: the fraction of images to which both give the same class
 
     Example:
@@ -180,11 +178,9 @@ def paired(classes: Tensor, reference: Tensor, labels: Tensor) -> Row:
         >>> {name: round(value, 3) for name, value in row.items()}
         {'lost': 0.25, 'lost_stderr': 0.217, 'agreement': 0.5}
     """
-    lost = (reference == labels).double() - (classes == labels).double()
     same = (classes == reference) & (classes >= 0)
     return {
-        "lost": lost.mean().item(),
-        "lost_stderr": (lost.var(correction=0).item() / len(lost)) ** 0.5,
+        **evaluate.paired_loss(classes == labels, reference == labels),
         "agreement": same.double().mean().item(),
     }
 
@@ -207,11 +203,11 @@ def plot(measured: Iterable[Row], path: str | Path) -> None:
         OSError: The file can't be written; an existing one is as it was.
         ImportError: matplotlib isn't installed.
     """
-    evaluate.check_plot(path)
+    plots.check_plot(path)
     found = panels(measured)
     if not found:
         raise ValueError("there are no rows of cross-evaluation to draw; run python -m benchmarks.cross first")
-    runs.save_figure(draw(found), path)
+    plots.save_figure(draw(found), path)
 
 
 def panels(measured: Iterable[Row]) -> dict[str, list[Row]]:
@@ -227,7 +223,7 @@ def panels(measured: Iterable[Row]) -> dict[str, list[Row]]:
 
 def draw(found: Mapping[str, Sequence[Row]]) -> Any:
     """A matplotlib Figure with a panel for each checkpoint, made without pyplot."""
-    figure = runs.import_figure()(figsize=(0.8 + 3.2 * len(found), 3.8), layout="constrained")
+    figure = plots.import_figure()(figsize=(0.8 + 3.2 * len(found), 3.8), layout="constrained")
     every_axes = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     for axes, (title, panel) in zip(every_axes, found.items()):
         _draw_panel(axes, panel)
@@ -293,27 +289,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _describe(row: Row) -> str:
     what = "as trained" if row["as_trained"] else f"{row['solver']}, step size {Fraction(row['step_size'])}"
     return (
-        f"{what}, NFE {row['NFE']}: top-1 {100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f} %, "
-        f"{100 * row['lost']:.2f} ± {100 * row['lost_stderr']:.2f} points lost, "
+        f"{what}, NFE {row['NFE']}: top-1 {percent(row, 'top1')} %, "
+        f"{percent(row, 'lost')} points lost, "
         f"{100 * row['agreement']:.1f} % answered alike"
     )
 
 
 def command(arguments: argparse.Namespace, subjects: Sequence[Subject]) -> str:
-    """The command that measures it again, without the paths of one machine: the folder of the data is called DIR."""
-    words = [subject.name for subject in subjects] if arguments.names else []
-    words += ["--data", "DIR"]
-    for option in ("device", "batch_size", "limit"):
-        if getattr(arguments, option) != _parser().get_default(option):
-            words += [f"--{option.replace('_', '-')}", str(getattr(arguments, option))]
-    return shlex.join(["python", "-m", "benchmarks.cross", *words])
+    """As of `usage.command`; the names of the subjects where they were chosen."""
+    names = [subject.name for subject in subjects] if arguments.names else []
+    return usage.command("cross", names, arguments, _parser())
 
 
 def _prepare(arguments: argparse.Namespace) -> tuple[list[Subject], list[RecurrentVisionTransformer], cifar.Split]:
     """All that the passes need, checked before the minutes that they take."""
-    for option in ("limit", "batch_size"):
-        if getattr(arguments, option) < 1:
-            raise ValueError(f"--{option.replace('_', '-')} {getattr(arguments, option)}: give at least 1")
+    usage.check_amounts(arguments)
     accuracy.check_places(arguments)
     names = arguments.names or default_names()
     if not names:

@@ -32,7 +32,6 @@ It wants an otherwise idle machine.
 
 import argparse
 import copy
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,12 +51,12 @@ from recurrent_vit import Anytime, augment, calibration, cifar, evaluate, export
 from recurrent_vit.optimized import start_session
 from recurrent_vit.zoo import describe
 
-from . import accuracy, rows
+from . import accuracy, rows, usage
 from .cross import paired
 from .measure import TIMM_VIT, Settings, alternate, build, milliseconds, report
 from .rows import Row
 from .speed import GEMM, GEMM_SIZE
-from .usage import check_amounts, check_out, record, usage_errors
+from .usage import check_out, check_smoke, record, usage_errors
 
 __all__ = ["Engine", "accuracies", "check_exact", "engines", "main", "speeds", "vit_engines"]
 
@@ -304,7 +303,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     with usage_errors(parser):
         subject, model, held, test = _prepare(arguments)
-    origin = {**rows.provenance("cpu", _command(arguments, subject.name)), "sha256": subject.sha256}
+    origin = {
+        **rows.provenance("cpu", usage.command("engines", [subject.name], arguments, parser)),
+        "sha256": subject.sha256,
+    }
     threshold = calibration.calibrate(model, held, "confidence", MAX_LOST, batch_size=128, progress=True).threshold
     chosen_on = calibration.calibrated_on(subject.source, len(held))
     exits = {"threshold": threshold, "max_lost": MAX_LOST, "calibrated_on": chosen_on}
@@ -331,7 +333,7 @@ def _ratio(row: Row) -> str:
 
 def _prepare(arguments: argparse.Namespace) -> tuple[accuracy.Subject, Any, cifar.Split, cifar.Split]:
     """All that is needed, checked before the minutes that it takes."""
-    check_amounts(arguments)
+    check_smoke(arguments)
     if arguments.out:
         check_out(arguments.out)
     export.check_packages("onnx", "onnxscript", "onnxruntime")
@@ -340,15 +342,6 @@ def _prepare(arguments: argparse.Namespace) -> tuple[accuracy.Subject, Any, cifa
     train, test = cifar.load(arguments.data, "train"), cifar.load(arguments.data, "test")
     held = train[cifar.held_out(train.labels, calibration.HELD_OUT)[1]]
     return subject, model, cifar.sample(held, arguments.limit), cifar.sample(test, arguments.limit)
-
-
-def _command(arguments: argparse.Namespace, name: str) -> str:
-    """The command that measures it again, without the paths of one machine: the folder of the data is called DIR."""
-    words = ["python", "-m", "benchmarks.engines", name, "--data", "DIR"]
-    for option in ("only", "rounds", "limit"):
-        if getattr(arguments, option) != _parser().get_default(option):
-            words += [f"--{option}", str(getattr(arguments, option))]
-    return shlex.join(words)
 
 
 def _parser() -> argparse.ArgumentParser:

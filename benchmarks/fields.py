@@ -10,7 +10,6 @@ again, and one that was interrupted is resumed: the same command goes on. Runs o
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -22,11 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from recurrent_vit import RecurrentVisionTransformer, cifar, evaluate, runs, train
+from recurrent_vit import RecurrentVisionTransformer, calibration, cifar, evaluate, plots, runs, train
 from recurrent_vit.limits import FIELDS
-from recurrent_vit.recipes import PFLOP, RECIPES, make_plan
+from recurrent_vit.printing import percent
+from recurrent_vit.recipes import RECIPES, make_plan
 
-from . import rows
+from . import rows, usage
 from .measure import report
 from .rows import Row
 from .usage import check_out, usage_errors
@@ -44,7 +44,7 @@ RECIPE = replace(
     name="short, all steps",
     phases=tuple(replace(phase, fraction=Fraction(1)) for phase in RECIPES["short"].phases),
 )
-HELD_OUT = 5000
+HELD_OUT = calibration.HELD_OUT
 KEYS = ("benchmark", "pflop", "subject", "field", "seed")  # of a cell
 ALL = "all"  # the seed of a row of `summary`
 
@@ -77,13 +77,11 @@ def measure(run: Run, split: cifar.Split, folder: Path) -> Row:
         ValueError: The folder holds another run.
     """
     rest, kept = _held_out(split)
+    asked: dict[str, Any] = {"seed": run.seed, "pflop": run.pflop, "model_kwargs": {"field": run.field}}
     if (folder / "run.json").is_file():  # written last
-        model = _finished(run, len(rest), folder)
+        model = _finished(train.make_job(run.name, RECIPE, split[rest], **asked), folder)
     else:
-        model = train.fit(
-            run.name, RECIPE, split[rest], folder,
-            seed=run.seed, pflop=run.pflop, resume=True, model_kwargs={"field": run.field},
-        )  # fmt: skip
+        model = train.fit(run.name, RECIPE, split[rest], folder, resume=True, **asked)
     (row,) = evaluate.evaluate(model, split[kept])
     begin = {"benchmark": BENCHMARK, "subject": run.name, "seed": run.seed, "pflop": run.pflop}
     return {**begin, "split": f"held out {len(kept)}", **row}
@@ -93,28 +91,13 @@ def _held_out(split: cifar.Split) -> tuple[torch.Tensor, torch.Tensor]:
     return cifar.held_out(split.labels, min(HELD_OUT, len(split) // 10))
 
 
-def _finished(run: Run, images: int, folder: Path) -> RecurrentVisionTransformer:
+def _finished(job: train.Job, folder: Path) -> RecurrentVisionTransformer:
     """The model of a run that has ended, if it is this one."""
-    asked = {
-        "name": run.name,
-        "model_kwargs": {"field": run.field},
-        "settings": repr(replace(RECIPE, source="", expected="", time="", command="")),
-        "precision": "fp32",
-        "seed": run.seed,
-        "images": images,
-        "pflop": _compute(run, images),
-    }
     found = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    for key, value in asked.items():
+    for key, value in job.identity().items():
         if found.get(key) != value:
             raise ValueError(f"{folder} holds another run: its {key} is {found.get(key)!r}, asked for is {value!r}")
     return runs.load_result(folder)
-
-
-def _compute(run: Run, images: int) -> float:
-    """What the budget comes to in whole updates, in PFLOP: what run.json has."""
-    legs = make_plan(run.name, RECIPE, images, run.pflop, field=run.field)
-    return sum(leg.flop for leg in legs) / PFLOP
 
 
 def remaining(planned: Iterable[Run], done: Iterable[Row]) -> list[Run]:
@@ -180,29 +163,26 @@ def main(argv: Sequence[str] | None = None) -> None:
             diverged.append(run.folder)
             continue
         rows.append(arguments.out, [{**row, **origin}])
-        report(f"  held-out top-1 {100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f} %")
+        report(f"  held-out top-1 {percent(row, 'top1')} %")
     if diverged:
         sys.exit(f"without a finite loss, and so without a row: {', '.join(diverged)}")
 
 
 def command(arguments: argparse.Namespace) -> str:
-    """The command that measures it again, without the paths of one machine: the folder of the data is called DIR."""
-    words = ["python", "-m", "benchmarks.fields", "--data", "DIR"]
-    if arguments.pflop != BUDGET:
-        words += ["--pflop", str(arguments.pflop)]
-    return shlex.join(words)
+    """As of `usage.command`."""
+    return usage.command("fields", [], arguments, _parser())
 
 
 def _prepare(arguments: argparse.Namespace) -> tuple[list[Run], cifar.Split]:
     """What is to be trained, and on what; checked before the hours that it takes."""
     check_out(arguments.out)
     arguments.runs.mkdir(parents=True, exist_ok=True)
-    runs.import_figure()  # for the learning curves
+    plots.import_figure()  # for the learning curves
     split = cifar.load(arguments.data, "train")
     images, planned = len(_held_out(split)[0]), plan(arguments.pflop)
     for run in planned:
         try:
-            _compute(run, images)
+            make_plan(run.name, RECIPE, images, run.pflop, field=run.field)
         except ValueError as error:
             raise ValueError(f"--pflop {arguments.pflop:g}: {error}") from error
     return remaining(planned, rows.read(arguments.out) if arguments.out.exists() else ()), split

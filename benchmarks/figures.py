@@ -13,8 +13,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from recurrent_vit import runs
-from recurrent_vit.evaluate import check_plot
+from recurrent_vit import plots
 
 from . import rows
 from .rows import Row
@@ -33,11 +32,11 @@ def plot(measured: Iterable[Row], path: str | Path) -> None:
         OSError: The file can't be written; an existing one is as it was.
         ImportError: matplotlib isn't installed.
     """
-    check_plot(path)
+    plots.check_plot(path)
     found = curves(measured)
     if not found:
         raise ValueError("there are no rows of accuracy to draw; run python -m benchmarks.accuracy first")
-    runs.save_figure(draw(found), path)
+    plots.save_figure(draw(found), path)
 
 
 def curves(measured: Iterable[Row]) -> dict[str, list[Row]]:
@@ -64,7 +63,7 @@ def labels(keys: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
 
 def draw(found: Curves) -> Any:
     """A matplotlib Figure, made without pyplot: no window system and no global state play a part."""
-    figure = runs.import_figure()(figsize=(7.5, 4.5), layout="constrained")
+    figure = plots.import_figure()(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for label, curve in found.items():
         _draw_curve(axes, label, curve)
@@ -73,15 +72,8 @@ def draw(found: Curves) -> Any:
     if any(row["non_finite"] for row in everything):
         axes.plot([], [], "X", color="tab:red", markersize=8, label="some outputs not finite")
 
-    steps = sorted({row["horizon"] for row in everything})
-    ticks = steps if len(steps) <= 12 else [2**n for n in range(max(steps).bit_length())]
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.set_ylim(0, min(100, 115 * max(0.05, *(row["top1"] for row in everything))))
+    plots.dress_sweep(axes, {row["horizon"] for row in everything}, 100 * max(row["top1"] for row in everything))
     axes.set(xlabel="steps", ylabel="top-1 accuracy ± standard error, %")
-    axes.grid(axis="y", color="0.9")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize="small")
     return figure
 
@@ -106,15 +98,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Draw the file named first, of the rows in the others."""
     from . import anytime, cross  # which draw by means of this module
 
-    plots = {"accuracy": plot, "cross": cross.plot, "anytime": anytime.plot}
+    pictures = {"accuracy": plot, "cross": cross.plot, "anytime": anytime.plot}
     first = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.figures", description=first)
     parser.add_argument("picture", type=Path, metavar="FILE", help=".pdf, .png or .svg; an existing one is replaced")
     parser.add_argument("rows", type=Path, metavar="FILE.jsonl", nargs="*", help="default: all of benchmarks/results")
-    parser.add_argument("--of", choices=plots, default="accuracy", help="default: %(default)s")
+    parser.add_argument("--of", choices=pictures, default="accuracy", help="default: %(default)s")
     arguments = parser.parse_args(argv)
     with usage_errors(parser):
-        plots[arguments.of](rows.read(*(arguments.rows or sorted(rows.RESULTS.glob("*.jsonl")))), arguments.picture)
+        pictures[arguments.of](rows.read(*(arguments.rows or sorted(rows.RESULTS.glob("*.jsonl")))), arguments.picture)
 
 
 if __name__ == "__main__":

@@ -22,31 +22,27 @@ What is notable:
 """
 
 import argparse
-import json
+import gc
 import math
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import safetensors.torch
-import timm
 import torch
-from timm.utils import ModelEmaV3
 from torch import Tensor
 
-from recurrent_vit import augment, cifar, evaluate, runs, train
+from recurrent_vit import augment, cifar, evaluate, machine, plots, runs, train
 from recurrent_vit.losses import backward_stages
-from recurrent_vit.recipes import PFLOP, RECIPES, Recipe, make_plan
+from recurrent_vit.recipes import PFLOP, RECIPES, Recipe
 from recurrent_vit.zoo import VARIANTS
 
-from .usage import check_device, usage_errors
+from . import usage
+from .usage import usage_errors
 
 __all__ = ["Captured", "Epoch", "command", "draw_epoch", "main", "run", "weights"]
 
@@ -83,7 +79,7 @@ class Captured:
         model_kwargs: Arguments of `timm.create_model`.
 
     Raises:
-        ValueError: The recipe has what the captured update doesn't do, or no whole update; or a seed out of range.
+        ValueError: The recipe has what the captured update doesn't do; or as `recurrent_vit.train.fit`.
     """
 
     name: str
@@ -95,23 +91,19 @@ class Captured:
     model_kwargs: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        recipe, kwargs = self.recipe, self.model_kwargs or {}
+        recipe = self.recipe
         _check(recipe)
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed} must be from 0 to 2^32 - 1")
-        (self.leg,) = make_plan(self.name, recipe, len(self.split), **kwargs)
         self.device = self.split.images.device
         if self.on_gpu:
             torch.cuda.set_device(self.device)  # streams and graphs are made on the current one
-        torch.manual_seed(self.seed)
-        model: Any = timm.create_model(
-            self.name, **{**kwargs, **self.leg.model_args, "dynamic_img_size": True, "proj_drop_rate": recipe.dropout}
-        )
-        with torch.no_grad():
-            model.head.weight.mul_(recipe.head_scale)
-        self.model = model.to(self.device).train()
-        self.ema = ModelEmaV3(self.model, decay=recipe.ema_decay)
-        self.optimizer = train.make_optimizer(self.model, recipe)
+        self.job = train.make_job(
+            self.name, recipe, self.split, seed=self.seed, device=str(self.device), precision=self.precision,
+            model_kwargs=self.model_kwargs,
+        )  # fmt: skip
+        (self.leg,) = self.job.plan
+        state = train.start(self.job)
+        assert state.ema is not None  # or _check would have refused
+        self.model, self.ema, self.optimizer = state.model, state.ema, state.optimizer
         self.augmentation = recipe.augmentation(self.leg.phase)
         colours = (torch.tensor(row, device=self.device) for row in (augment.MEAN, augment.STD))
         self.mean, self.std = (row.view(3, 1, 1) for row in colours)
@@ -130,7 +122,7 @@ class Captured:
             group["capturable"] = self.on_gpu
         if self.compile:
             for block in (*self.model.blocks, *self.ema.module.blocks):
-                block.compile()
+                block.compile(dynamic=False)  # of two batch sizes, training and evaluation, each has its own code
 
     @property
     def on_gpu(self) -> bool:
@@ -176,8 +168,13 @@ class Captured:
             start = self.rehearse()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.update(2)
+        gc.collect()
+        gc.disable()  # a compiled kernel that is collected unloads its module, which ends a capture with an error
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                self.update(2)
+        finally:
+            gc.enable()
         self.restore(start)
         return graph
 
@@ -294,7 +291,7 @@ def run(
             "test_top1": accuracy["top1"],
         }
         runs.append_history(folder, row)
-        _save(captured, folder, _facts(captured, row, command))
+        runs.write_result(folder, weights(captured), _facts(captured, row, command))
         yield row
         longest = max(longest, now - before) if done else spent  # the first evaluation compiles
         before, done = now, updates
@@ -318,30 +315,14 @@ def _progress(captured: Captured, updates: int) -> dict[str, Any]:
 def _facts(captured: Captured, row: dict[str, Any], command: str) -> dict[str, Any]:
     """The content of run.json: what `runs` has there, how far the run came, and what made it."""
     return {
-        "name": captured.name,
-        "model_kwargs": captured.model_kwargs or {},
-        "recipe": captured.recipe.name,
-        "settings": repr(captured.recipe),
+        **captured.job.identity(),
         "pflop": row["pflop"],
         "updates": row["update"],
         "planned_updates": captured.leg.updates,
-        "seed": captured.seed,
-        "images": len(captured.split),
-        "precision": captured.precision,
         "command": command,
         "seconds": row["seconds"],
-        "hardware": runs.hardware(captured.device),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "versions": runs.versions(),
+        "hardware": machine.hardware(captured.device),
     }
-
-
-def _save(captured: Captured, folder: Path, facts: dict[str, Any]) -> None:
-    """Write the weights, then run.json: it never says more updates than the weights have."""
-    content = safetensors.torch.save(weights(captured), metadata={"format": "pt"})
-    runs.write_atomically(folder / "model.safetensors", lambda file: file.write(content))
-    text = json.dumps(facts, indent=2) + "\n"
-    runs.write_atomically(folder / "run.json", lambda file: file.write(text.encode()))
 
 
 def weights(captured: Captured) -> dict[str, Tensor]:
@@ -361,6 +342,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             captured, test, folder = _prepare(arguments, stack)
         if captured.on_gpu:
             torch.set_float32_matmul_precision("high")
+            # with 64 tokens its backward pass can give NaN on sm90 (https://github.com/pytorch/pytorch/issues/196678)
+            torch.backends.cuda.enable_cudnn_sdp(False)
         found = []
         for row in run(captured, test, folder, arguments.seconds, command(arguments)):
             found.append(row)
@@ -379,19 +362,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def command(arguments: argparse.Namespace) -> str:
     """The command that trains it again, without the paths of one machine; the guard on the clock plays no part."""
-    words = [arguments.name, "--data", "DIR", "--out", f"runs/{arguments.name}", "--seed", str(arguments.seed)]
-    for option in ("epochs", "device", "precision"):
-        value = getattr(arguments, option)
-        if value != _parser().get_default(option):
-            words += [f"--{option}", str(value)]
-    return shlex.join(["python", "-m", "benchmarks.paper", *words])
+    words = [arguments.name, "--out", f"runs/{arguments.name}", "--seed", str(arguments.seed)]
+    return usage.command("paper", words, arguments, _parser())
 
 
 def _prepare(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Captured, cifar.Split, Path]:
     """Whatever can go wrong, before the work; the folder is kept for this run until the stack is closed."""
     _check_arguments(arguments)
-    runs.import_figure()  # what draws the learning curve at the end, and
-    runs.versions()  # what run.json says of the packages: if it is missing, that must show now
+    plots.import_figure()  # what draws the learning curve at the end, and
+    machine.versions()  # what run.json says of the packages: if it is missing, that must show now
     on_gpu = arguments.device.startswith("cuda")
     recipe = RECIPES["paper"] if arguments.epochs is None else replace(RECIPES["paper"], epochs=arguments.epochs)
     precision = arguments.precision or ("bf16" if on_gpu else "fp32")
@@ -404,7 +383,7 @@ def _prepare(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Captured,
 def _check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.name not in VARIANTS:
         raise ValueError(f"NAME {arguments.name!r} is not a name of the zoo ({', '.join(VARIANTS)})")
-    check_device(arguments.device)
+    machine.check_device(arguments.device)
     for option in ("epochs", "seconds"):
         value = getattr(arguments, option)
         if value is not None and not 0 < value < math.inf:

@@ -15,6 +15,8 @@ Rows of speed and memory, each a cell by benchmark, device, subject, reference a
     ratio, ratio_min, ratio_max  reference / subject within a round, over the rounds: above 1, the subject is the better
     rounds, inner                rounds, and repetitions of which one round is the median
     images_per_s                 batch / median, where the unit is ms
+    nfe, backend                 evaluations of the block set; the backend of torch.compile
+    gflops, gemm_fraction        10^9 FLOP a second, and as a fraction of the rate of matrix products in these rounds
     note                         what a reader of the number must know
 
 Rows of accuracy, each a cell by benchmark, device, subject, precision, trained_horizon and horizon (`STEPS`):
@@ -52,7 +54,7 @@ from typing import Any
 import torch
 
 import recurrent_vit
-from recurrent_vit.runs import hardware
+from recurrent_vit.machine import hardware
 
 __all__ = ["RESULTS", "ROOT", "ROUNDS", "STEPS", "Row", "append", "cell", "compared_cells", "provenance", "read"]
 

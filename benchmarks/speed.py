@@ -1,9 +1,10 @@
 """Speed and memory of the zoo, measured side by side with timm's ViT and with torchdiffeq.
 
-    python -m benchmarks.speed           # about 20 minutes on 2 cores; appended to results/speed.jsonl
-    python -m benchmarks.speed --quick   # a smoke run of a minute, on small batches; kept only where --out says
-    python -m benchmarks.tables          # the rows as tables
-    python -m benchmarks.zoo             # those of the part `zoo`, with what else is known of each name
+    python -m benchmarks.speed               # all but the part `zoo`, in 20 minutes; appended to results/speed.jsonl
+    python -m benchmarks.speed --only zoo    # images per second of every CIFAR name
+    python -m benchmarks.speed --quick       # a smoke run of a minute, on small batches; kept only where --out says
+    python -m benchmarks.tables              # the rows as tables
+    python -m benchmarks.zoo                 # those of the part `zoo`, with what else is known of each name
 
 How it is measured:
 
@@ -22,7 +23,6 @@ It wants an otherwise idle machine.
 """
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +34,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from recurrent_vit.equilibrium import import_odeint
+from recurrent_vit.machine import check_device
 
 from . import processes, rows
 from .measure import (
@@ -50,7 +53,7 @@ from .measure import (
     training_update,
 )
 from .rows import Row
-from .usage import check_device, check_out, usage_errors
+from .usage import check_out, record, usage_errors
 
 INFERENCE = ("vit_cifar", "bvit")  # each against TIMM_VIT
 ODE = {"bvit_ode_euler": "euler", "bvit_ode_heun": "heun2", "bvit_ode_rk4": "rk4"}  # variant: torchdiffeq's method
@@ -134,12 +137,10 @@ PARTS: dict[str, Callable[[Settings], Iterator[Row]]] = {
 @torch.inference_mode()
 def torchdiffeq_infer(model: Any, images: Tensor, method: str) -> Tensor:
     """The logits of an ODE variant with torchdiffeq taking the steps: same stem, field, step size and head."""
-    from torchdiffeq import odeint
-
     z = model.initial_state(images)
     times = torch.tensor([0.0, model.horizon * model.step_size], device=z.device)
     options = {"step_size": model.step_size}  # without it, one step over the whole interval
-    states = odeint(lambda t, z: model.vector_field(z), z, times, method=method, options=options)
+    states = import_odeint()(lambda t, z: model.vector_field(z), z, times, method=method, options=options)
     return model.forward_head(model.norm(states[-1]))
 
 
@@ -225,6 +226,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         check_device(arguments.device)
         if arguments.out:
             check_out(arguments.out)
+        if "ode" in arguments.only:
+            import_odeint()
     return arguments
 
 
@@ -237,11 +240,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings = replace(settings, rounds=arguments.rounds)
     measured = run(arguments.only, settings, command=shlex.join(["python", "-m", "benchmarks.speed", *argv]))
     out = arguments.out or (None if arguments.quick else rows.RESULTS / "speed.jsonl")
-    if out:
-        rows.append(out, measured)
-        report(f"{len(measured)} rows appended to {out}")
-    else:
-        sys.stdout.writelines(json.dumps(row) + "\n" for row in measured)
+    record(measured, out)
 
 
 if __name__ == "__main__":

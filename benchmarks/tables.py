@@ -7,46 +7,25 @@ A cell without a row says "not run".
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple
 
 from recurrent_vit import weights
 from recurrent_vit.limits import FIELDS
+from recurrent_vit.printing import percent
 
 from . import accuracy, cross, fields, rows
+from .markdown import NOT_RUN, Cell, Column, Columns, Table, latest, render
 from .measure import TIMM_VIT, Settings
 from .processes import COMPILE, COMPILE_REFERENCE, MEMORY_TASKS, TOOLCHAIN, stage_subjects
 from .rows import Row
 from .speed import GEMM, INFERENCE, ODE
 from .speed import torchdiffeq_name as theirs
 
-__all__ = [
-    "NOT_RUN", "TABLES", "Column", "Table", "accuracy_tables", "anytime_tables", "cross_tables", "engine_tables",
-    "fields_tables", "latest", "markdown_line", "render", "source", "tables",
-]  # fmt: skip
+__all__ = ["TABLES", "accuracy_tables", "anytime_tables", "cross_tables", "engine_tables", "fields_tables", "tables"]
 
-NOT_RUN = "not run"
 FULL = Settings()
-
-Cell = tuple[str | float | None, ...]  # what identifies a row: the values of a table's keys
-
-
-class Column(NamedTuple):
-    """What a column says of a row.
-
-    Args:
-        show: The row as text.
-        at: What the column adds to the cell that its line names.
-    """
-
-    show: Callable[[Row], str]
-    at: Cell = ()
-
-
-Columns = Mapping[str, Column]
 
 
 def _median(row: Row) -> str:
@@ -67,7 +46,7 @@ def _ratio(row: Row) -> str:
 def _top1(row: Row) -> str:
     """Per cent, with what must be known of it."""
     broken = f" ({row['non_finite']:,} not finite)" if row["non_finite"] else ""
-    return f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}{broken}"
+    return f"{percent(row, 'top1')}{broken}"
 
 
 def _top1_marked(row: Row) -> str:
@@ -75,7 +54,7 @@ def _top1_marked(row: Row) -> str:
 
 
 def _top1_and_lost(row: Row) -> str:
-    text = f"{_top1(row)} (lost {100 * row['lost']:.2f} ± {100 * row['lost_stderr']:.2f})"
+    text = f"{_top1(row)} (lost {percent(row, 'lost')})"
     return f"**{text}**" if cross.is_trained_setting(row) else text
 
 
@@ -137,35 +116,9 @@ ENGINES = ("engines", "engines int8", "engine accuracy")
 ANYTIME = ("anytime", "anytime time")
 ANYTIME_KEYS = ("benchmark", "subject", "criterion", "max_lost")
 LOST: Columns = {
-    "top-1 %": Column(lambda row: f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}"),
-    "lost, points": Column(lambda row: f"{100 * row['lost']:.2f} ± {100 * row['lost_stderr']:.2f}"),
+    "top-1 %": Column(lambda row: percent(row, "top1")),
+    "lost, points": Column(lambda row: percent(row, "lost")),
 }
-
-
-@dataclass(frozen=True)
-class Table:
-    """One table: which cells it shows, in order, and what it says about each.
-
-    Args:
-        title: Its heading.
-        caption: What a reader must know of all of it.
-        cells: A line each, by the values of `keys`; the last of them may be left to the columns (`Column.at`).
-        columns: What a line says.
-        keys: The columns of a row that identify it; the benchmark comes first.
-        shown: Those of them that a line begins with.
-    """
-
-    title: str
-    caption: str
-    cells: Sequence[Cell]
-    columns: Columns
-    keys: Sequence[str] = rows.ROUNDS
-    shown: Sequence[str] = ("batch", "subject")
-
-    @property
-    def benchmark(self) -> str:
-        """Where its rows come from."""
-        return str(self.cells[0][0])
 
 
 TABLES = (
@@ -414,40 +367,6 @@ def anytime_tables(measured: Iterable[Row]) -> list[Table]:
         ),
     ]
     return [table for table in both if table.cells]
-
-
-def latest(measured: Iterable[Row], device: str, keys: Sequence[str] = rows.ROUNDS) -> dict[Cell, Row]:
-    """The last row of each cell on that device."""
-    return {tuple(row.get(key) for key in keys): row for row in measured if row["device"] == device}
-
-
-def render(table: Table, found: Mapping[Cell, Row], device: str) -> str:
-    """The table in Markdown, with a line for each run that it draws on; `found` is by the table's keys."""
-    head = [*(key.replace("_", " ") for key in table.shown), *table.columns]
-    rule = ["---"] * len(head)
-    lines = [f"### {table.title}, {device}", "", table.caption, "", markdown_line(head), markdown_line(rule)]
-    sources: dict[str, None] = {}
-    for cell in table.cells:
-        named = dict(zip(table.keys, cell))
-        here = [(column, found.get((*cell, *column.at))) for column in table.columns.values()]
-        begin = ["" if named[key] is None else str(named[key]) for key in table.shown]
-        lines.append(markdown_line([*begin, *(NOT_RUN if row is None else column.show(row) for column, row in here)]))
-        sources |= {source(row): None for _, row in here if row is not None}
-    return "\n".join([*lines, "", *(f"- {line}" for line in sources)]).rstrip() + "\n"
-
-
-def markdown_line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def source(row: Row) -> str:
-    """Where a row comes from, in one line."""
-    hardware = row["hardware"]
-    machine = f"{hardware['cpu']}, {hardware['cores']} cores, {hardware['threads']} threads"
-    gpu = f", {hardware['gpu']}" if hardware["gpu"] else ""
-    versions = ", ".join(f"{name} {version}" for name, version in row["versions"].items() if version)
-    commit = f"commit {row['commit'][:12]}{' with changes' if row['dirty'] else ''}" if row["commit"] else "no commit"
-    return f"{row['date'][:10]}; {machine}{gpu}; {versions}; {commit}; `{row['command']}`"
 
 
 def tables(measured: Iterable[Row]) -> str:

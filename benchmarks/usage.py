@@ -1,22 +1,24 @@
-"""What the programs check of their arguments, and how they tell of a mistake: in one line, before the long work."""
+"""What programs share: checks of arguments, mistakes told before the long work, and where rows go and come from."""
 
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
-from recurrent_vit import weights
+from recurrent_vit.files import check_target
 
 from . import rows
 from .measure import report
 from .rows import Row
 
-__all__ = ["check_amounts", "check_device", "check_out", "record", "usage_errors"]
+__all__ = ["check_amounts", "check_out", "check_smoke", "command", "record", "usage_errors"]
+
+# arguments that a command repeats by other means, or that change no number
+NOT_REPEATED = {"name", "names", "data", "out", "plot", "runs", "seconds", "seed"}
 
 
 @contextmanager
@@ -27,7 +29,7 @@ def usage_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
 
     Example:
         >>> with usage_errors(argparse.ArgumentParser(prog="python -m benchmarks.speed")):
-        ...     check_device("gpu")
+        ...     raise ValueError("--device gpu: there is none")
         Traceback (most recent call last):
         ...
         SystemExit: 2
@@ -39,31 +41,26 @@ def usage_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
 
 
 def check_amounts(arguments: argparse.Namespace) -> None:
-    """Whether --rounds and --limit make sense, the latter together with --out.
+    """Whether --rounds, --limit and --batch-size make sense, where a program has them.
+
+    Raises:
+        ValueError: One is below 1.
+    """
+    for option in ("rounds", "limit", "batch_size"):
+        value = getattr(arguments, option, None)
+        if value is not None and value < 1:
+            raise ValueError(f"--{option.replace('_', '-')} {value}: give at least 1")
+
+
+def check_smoke(arguments: argparse.Namespace) -> None:
+    """As `check_amounts`, for a program whose --limit makes a smoke run.
 
     Raises:
         ValueError: One is below 1, or the rows of a smoke run are to be recorded.
     """
-    for option in ("rounds", "limit"):
-        value = getattr(arguments, option)
-        if value is not None and value < 1:
-            raise ValueError(f"--{option} {value}: give at least 1")
+    check_amounts(arguments)
     if arguments.limit and arguments.out:
         raise ValueError(f"--limit {arguments.limit}: such rows are not recorded; leave --out away")
-
-
-def check_device(text: str) -> None:
-    """Whether there is such a device.
-
-    Raises:
-        ValueError: torch knows none of that name, or finds none here.
-    """
-    if text.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {text}: torch finds no CUDA device")
-    try:
-        torch.empty(0, device=text)
-    except (RuntimeError, AssertionError) as error:  # the latter from a build of torch without that kind
-        raise ValueError(f"--device {text}: {weights.first_line(error)}") from error
 
 
 def check_out(path: Path) -> None:
@@ -73,12 +70,36 @@ def check_out(path: Path) -> None:
         FileNotFoundError: Its folder doesn't exist.
         OSError: It is a folder, or may not be written.
     """
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"--out {str(path)!r}: there is no folder {str(path.parent)!r}")
-    if path.is_dir():
-        raise IsADirectoryError(f"--out {str(path)!r} is a folder; give a file")
+    check_target(path, "--out")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise PermissionError(f"--out {str(path)!r} may not be written")
+
+
+def command(program: str, words: Sequence[str], arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+    """The command that makes it again, without the paths of one machine: the folder of the data is called DIR.
+
+    Args:
+        program: Name of the module.
+        words: What follows it: positional arguments, and options that are always given.
+        arguments: What was given. Those that aren't at their default are repeated, but `NOT_REPEATED`;
+            none of them may be a path or a flag.
+        parser: What knows the defaults.
+
+    Example:
+        >>> parser = argparse.ArgumentParser()
+        >>> for option in ("--data", "--limit", "--rounds", "--out"):
+        ...     action = parser.add_argument(option, default=6)
+        >>> command("cross", ["bvit"], parser.parse_args(["--data=/data", "--limit=100", "--out=rows.jsonl"]), parser)
+        'python -m benchmarks.cross bvit --data DIR --limit 100'
+    """
+    options = []
+    for name, value in vars(arguments).items():
+        if name not in NOT_REPEATED and value != parser.get_default(name):
+            options += [
+                f"--{name.replace('_', '-')}",
+                ",".join(map(str, value)) if isinstance(value, tuple) else str(value),
+            ]
+    return shlex.join(["python", "-m", f"benchmarks.{program}", *words, "--data", "DIR", *options])
 
 
 def record(measured: Sequence[Row], out: Path | None) -> None:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from recurrent_vit import weights
+from recurrent_vit.printing import percent
 from recurrent_vit.zoo import describe
 
 from . import rows
+from .markdown import NOT_RUN, latest, markdown_line, source
 from .measure import CIFAR_NAMES, Settings
 from .rows import Row
-from .tables import NOT_RUN, latest, markdown_line, source
 
 __all__ = ["ANCHORS", "COLUMNS", "Anchor", "Entry", "entries", "page"]
 
@@ -55,7 +56,7 @@ def _of_speed(batch: int) -> Callable[[Entry], str]:
 
 
 def _top1(row: weights.Checkpoint) -> str:
-    return f"{100 * row.metrics['top1']:.2f} ± {100 * row.metrics['top1_stderr']:.2f}"
+    return percent(row.metrics, "top1")
 
 
 COLUMNS: Mapping[str, Callable[[Entry], str]] = {
@@ -68,7 +69,7 @@ COLUMNS: Mapping[str, Callable[[Entry], str]] = {
     "top-5 %": _of_weights(lambda row: f"{100 * row.metrics['top5']:.2f}"),
     **{f"images/s, batch {batch}": _of_speed(batch) for batch in BATCHES},
     "recipe": _of_weights(lambda row: row.recipe),
-    "PFLOP": _of_weights(lambda row: f"{row.pflop:g}"),
+    "PFLOP": _of_weights(lambda row: f"{row.pflop:.3g}"),
 }
 CAPTION = (
     "Top-1 and top-5 are of CIFAR-100's 10,000 test images after the trained number of steps; ± is the standard error "

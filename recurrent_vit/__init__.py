@@ -11,6 +11,7 @@ The names are those of `recurrent_vit.VARIANTS`, the arguments those of `recurre
 import re
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,14 +42,11 @@ _HOME = {
 }
 
 
-_MODULES = ("anytime", "calibration", "cifar", "classify", "dynamics", "equilibrium", "evaluate", "export", "measures")
-
-
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return import_module(f"{__name__}.{name}")
     if name in _HOME:
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name.isidentifier() and (spec := find_spec(f"{__name__}.{name}")) and spec.origin:  # a module, not a mere folder
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -61,7 +59,7 @@ def _is_command_line() -> bool:
     return program in ("recurrent-vit", "recurrent-vit.exe", "recurrent-vit-script.py")
 
 
-if not _is_command_line():  # there, a command imports what it needs
+if not _is_command_line():  # there, __main__ imports them after parsing
     from .model import RecurrentVisionTransformer
     from .solvers import TABLEAUS, Tableau
     from .weights import Checkpoint, checkpoints

@@ -1,7 +1,7 @@
 """The command line: `recurrent-vit COMMAND ...`, also `python -m recurrent_vit COMMAND ...`.
 
-Results go to standard output, progress and warnings to standard error. Exit codes: 0 done, 1 failed with one line that
-says why, 2 wrong usage. torch and timm are imported by the commands, not by the parser.
+Results go to standard output, progress and warnings to standard error. Exit codes: 0 done, 1 failed, with a message
+that says why, 2 wrong usage, 130 interrupted. torch and timm are imported after parsing.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import sys
 from . import __version__, commands
 
 # Errors that the user can act on are shown in one line; anything else is a bug of ours and keeps its traceback.
-MISTAKES = (OSError, ValueError, ImportError, FloatingPointError, InterruptedError)
+MISTAKES = (OSError, ValueError, ImportError, FloatingPointError)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,6 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     code = 0
     try:
+        from . import zoo  # noqa: F401 (registers the names with timm, for whatever the command builds)
+
         code = args.command(args) or 0  # a command that has told of its failures returns 1
         sys.stdout.flush()  # a closed pipe shows here, not at exit
     except BrokenPipeError:  # `recurrent-vit list | head -1` is not an error
@@ -44,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 JSON_HELP = "as JSON lines, into FILE or to standard output"
-MODEL = "NAME|local-dir:PATH|RUN"
+MODEL = "NAME|RUN|local-dir:PATH|hf-hub:ORG/NAME"
 
 
 def _parser() -> argparse.ArgumentParser:

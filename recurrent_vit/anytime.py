@@ -134,7 +134,7 @@ class Criterion:
         """The threshold, if it is a number in the range of this criterion, or None; otherwise a ValueError."""
         if threshold is None:
             return None
-        return bounded_number(f"{self.name} threshold", threshold, self.least, self.most, self.whole)
+        return bounded_number(f"{self.name} threshold", threshold, self.least, self.most, whole=self.whole)
 
 
 CRITERIA: dict[str, Criterion] = {

@@ -21,10 +21,10 @@ What is notable:
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,22 +35,23 @@ from .anytime import CRITERIA, Anytime, Running, is_sound, wide
 from .cifar import ROWS, Split, batches, batches_per_epoch
 from .evaluate import (
     COLUMNS,
-    PRECISIONS,
     Row,
-    check_plot,
+    check_precision,
     checked,
     first_parameter,
     inference,
+    paired_loss,
     progress_bar,
     standard_error,
     statistics,
     tally,
 )
 from .limits import bounded_number
+from .machine import place
 
 __all__ = [
     "HELD_OUT", "MAX_LOST", "Calibration", "Records",
-    "at", "calibrate", "calibrated_on", "choose", "curve", "draw_curve", "measure", "plot_curve", "record", "uniform",
+    "at", "calibrate", "calibrated_on", "choose", "curve", "measure", "record", "uniform",
     "uniform_top1",
 ]  # fmt: skip
 
@@ -169,17 +170,15 @@ def uniform_top1(records: Records, mean_steps: float) -> float:
 
 def _row(records: Records, exits: Tensor, criterion: str, threshold: float | None) -> Row:
     """The row of images that leave at these checks: int64 (N,), k for the horizon."""
-    right = records.right.gather(1, exits[:, None])[:, 0].double()
-    lost = records.right[:, -1].double() - right
-    p, count = right.mean().item(), len(right)
+    right = records.right.gather(1, exits[:, None])[:, 0]
+    p, count = right.double().mean().item(), len(right)
     return {
         **records.about,
         "criterion": criterion,
         "threshold": threshold,
         "top1": p,
         "top1_stderr": standard_error(p, count),
-        "lost": lost.mean().item(),
-        "lost_stderr": (lost.var(correction=0).item() / count) ** 0.5,
+        **paired_loss(right, records.right[:, -1]),
         "count": count,
         **_cost(torch.tensor(records.steps)[exits], records.about),
     }
@@ -406,11 +405,10 @@ def _pass(
     progress: bool,
 ) -> float:
     """Show (images, labels, places in the split) of every batch, in evaluation mode; the seconds that it takes."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r} is unknown; known precisions: {', '.join(PRECISIONS)}")
+    check_precision(precision)
     parameter = first_parameter(module)
     parts = batches(split.to(parameter.device), batch_size, shuffle=False)
-    shown = progress_bar(parts, "exits", batches_per_epoch(len(split), batch_size), progress and runs.place()[0] == 0)
+    shown = progress_bar(parts, "exits", batches_per_epoch(len(split), batch_size), progress and place()[0] == 0)
     start = perf_counter()
     with inference(module, precision):
         for images, labels, rows in shown:
@@ -422,7 +420,7 @@ def _about(anytime: Anytime, precision: str) -> Row:
     model = anytime.model
     return {
         "horizon": model.horizon,
-        "trained_horizon": model.steps * model.stages,
+        "trained_horizon": model.trained_horizon,
         "solver": model.solver,
         "field": model.field,
         "step_size": model.step_size,
@@ -444,57 +442,3 @@ def _cost(steps: Tensor, about: Row) -> Row:
         "saved": 1 - mean / about["horizon"],
         "exits": {str(step): images for step, images in zip(values.tolist(), counts.tolist())},
     }
-
-
-# ---- the picture -----------------------------------------------------------------------------------------------------
-
-
-def plot_curve(rows: Sequence[Row], path: str | os.PathLike, title: str = "", points: Sequence[Row] = ()) -> None:
-    """Draw accuracy against mean evaluations, a line for each criterion. The file appears whole or not.
-
-    Args:
-        rows: From :func:`curve`, and from :func:`uniform` to compare with; of one model, of any criteria.
-        path: A .pdf, .png or .svg file; an existing one is replaced.
-        title: Written above.
-        points: Rows to mark, of :func:`measure` or :func:`choose`.
-
-    Raises:
-        ValueError: There are no rows.
-        OSError: The file could not be written; an existing one is as it was.
-        ValueError, ImportError: As :func:`recurrent_vit.evaluate.check_plot`.
-    """
-    check_plot(path)
-    if not rows:
-        raise ValueError("rows is empty: there is nothing to draw")
-    runs.save_figure(_draw_curve(rows, title, points), path)
-
-
-def _draw_curve(rows: Sequence[Row], title: str, points: Sequence[Row]) -> Any:
-    """A matplotlib Figure. It is made without pyplot, so no window system and no global state play a part."""
-    figure = runs.import_figure()(figsize=(6, 3.9), layout="constrained")
-    draw_curve(figure.add_subplot(), rows, title, points)
-    return figure
-
-
-def draw_curve(axes: Any, rows: Sequence[Row], title: str, points: Sequence[Row]) -> None:
-    """What :func:`plot_curve` draws, into matplotlib Axes."""
-    colors: dict[str, Any] = {}
-    for name in dict.fromkeys(row["criterion"] for row in rows):
-        x, y = _places([row for row in rows if row["criterion"] == name])
-        style: dict[str, Any] = {"color": "0.5", "marker": "s", "markersize": 4} if name == "uniform" else {}
-        label = "same for all images" if name == "uniform" else name
-        (line,) = axes.plot(x, y, linewidth=1.5, label=label, **style)
-        colors[name] = line.get_color()
-    for row in points:
-        axes.plot(*_places([row]), "o", color=colors.get(row["criterion"], "0.2"), markersize=7, zorder=3)
-    whole = max(rows, key=lambda row: row["mean_steps"])
-    axes.axhline(100 * whole["top1"], color="0.4", linestyle="--", linewidth=1, zorder=1, label="all steps")
-    axes.set(xlabel="mean evaluations of the block set", ylabel="accuracy, %")
-    axes.set_title(title, parse_math=False)
-    axes.grid(color="0.9")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-
-
-def _places(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
-    return [row["mean_NFE"] for row in rows], [100 * row["top1"] for row in rows]

@@ -8,13 +8,15 @@ from typing import Any
 import timm
 from huggingface_hub import EvalResult, ModelCardData
 
+from .cifar import ROWS
+from .classify import bar
+from .printing import percent
 from .recipes import PFLOP, RECIPES, make_plan
 from .weights import Checkpoint
 from .zoo import VARIANTS
 
 __all__ = ["card"]
 
-TRAIN_IMAGES = 50_000
 DATASET = "uoft-cs/cifar100"
 PAPER = "https://arxiv.org/abs/2608.04879"
 
@@ -37,13 +39,15 @@ def card(row: Checkpoint) -> str:
         "size": f"{row.bytes / 1e6:.1f} MB",
         "macs": f"{model.macs / 1e6:,.0f}",
         "source": f"hf-hub:{row.repo}" if row.repo else row.id,
-        "top1": f"{100 * metrics['top1']:.2f} ± {100 * metrics['top1_stderr']:.2f} %",
+        "top1": f"{percent(metrics, 'top1')} %",
         "top5": f"{100 * metrics['top5']:.2f} %",
         "loss": f"{metrics['loss']:.3f}",
         "count": f"{metrics['count']:,}",
         "horizon": metrics["horizon"],
+        "horizons": ",".join(row.sweep),
         "chart": _chart(row),
         "recipe_source": recipe.source + ("" if _is_default(row) else f" This run had {row.pflop:.3g} PFLOP of it."),
+        "trained_on": row.trained_on,
         "publish": {"raw": "raw, not averaged", "ema": "their moving average"}[recipe.publish],
         "pflop": f"{row.pflop:.3g}",
         "hours": f"{row.seconds / 3600:.1f}",
@@ -61,7 +65,7 @@ def _command(row: Checkpoint) -> str:
     left = row.images
     options = {
         "--pflop": "" if _is_default(row) else f"{row.pflop:g}",
-        "--held-out": str(TRAIN_IMAGES - left) if left < TRAIN_IMAGES else "",
+        "--held-out": str(ROWS["train"] - left) if left < ROWS["train"] else "",
         "--precision": row.precision if row.precision != "fp32" else "",
         "--device": "cuda" if row.hardware["gpu"] else "",
         "--model-kwargs": " ".join(shlex.quote(f"{key}={value}") for key, value in row.model_kwargs.items()),
@@ -79,16 +83,12 @@ def _run_of(row: Checkpoint) -> str:
 def _of_shared_weights(row: Checkpoint) -> dict[str, str]:
     """What the card says otherwise of weights that another name has too."""
     if not row.same_as:
-        return {"run": row.name, "shared": "", "solver": "", "results": "test.jsonl", "from": ""}
+        return {"run": row.name, "shared": "", "solver": "", "results": "test.jsonl"}
     told = (
         f"There was no run of its own: these are the weights of `{row.same_as}`, bit for bit. Euler's method with step "
         "size 1\nalong F(z) - z is the plain recurrence, so both names are the same function.\n\n"
     )
-    file = "test.euler.jsonl"
-    return {
-        "run": _run_of(row), "shared": told, "solver": " --solver euler", "results": file,
-        "from": f" --results runs/{_run_of(row)}/{file}",
-    }  # fmt: skip
+    return {"run": _run_of(row), "shared": told, "solver": " --solver euler", "results": "test.euler.jsonl"}
 
 
 def _is_default(row: Checkpoint) -> bool:
@@ -131,19 +131,13 @@ def _chart(row: Checkpoint) -> str:
     for steps, result in row.sweep.items():
         mark = "  <- trained" if int(steps) == row.metrics["horizon"] else ""
         lost = f"  ({result['non_finite']:,} images without finite logits)" if result["non_finite"] else ""
-        lines.append(f"{steps:>5}  {100 * result['top1']:5.2f} %  {_bar(result['top1'] / most)}{mark}{lost}")
+        lines.append(f"{steps:>5}  {100 * result['top1']:5.2f} %  {bar(result['top1'] / most, cells=40)}{mark}{lost}")
     return "\n".join(["steps    top-1", *lines])
-
-
-def _bar(fraction: float, width: int = 40) -> str:
-    """A bar in eighths of a character."""
-    whole, rest = divmod(round(8 * width * fraction), 8)
-    return "█" * whole + " ▏▎▍▌▋▊▉"[rest].strip()
 
 
 BODY = """# {id}
 
-A recurrent Vision Transformer for CIFAR-100: {summary}. {parameters} parameters ({size}, float32), {macs} million
+A recurrent Vision Transformer for CIFAR-100 ({summary}). {parameters} parameters ({size}, float32), {macs} million
 multiply-accumulates an image. It belongs to the Python package recurrent-vit, which implements "Training Crossroads for
 Recurrent Vision Transformers" ([arXiv 2608.04879]({paper})); these are not the authors' weights.
 
@@ -162,9 +156,9 @@ probabilities = model(transform(Image.open("picture.png").convert("RGB"))[None])
 
 ## Accuracy
 
-On the {count} test images of CIFAR-100, which played no part in any choice, after the {horizon} steps of training:
-**top-1 {top1}** (standard error over the images), top-5 {top5}, cross-entropy {loss} nats. After other numbers of
-steps, without any further training:
+On the {count} test images of CIFAR-100, which played no part in any choice, after the {horizon} steps that it was
+trained with: **top-1 {top1}** (standard error over the images), top-5 {top5}, cross-entropy {loss} nats. After other
+numbers of steps, without any further training:
 
 ```text
 {chart}
@@ -174,15 +168,16 @@ steps, without any further training:
 
 {shared}\
 {trained_on}; recipe `{recipe}`, {pflop} PFLOP in {hours} hours on {hardware}; {versions}; seed {seed}, one run; {date}.
-These are the weights after the last update ({publish}). The recipe: {recipe_source}
+These are the weights after the last update ({publish}). The recipe is {recipe_source}
 
 To reproduce it:
 
 ```bash
 {command}
-recurrent-vit evaluate runs/{run}{solver} --data DIR --horizon 1,2,4,8,12,24,48,96 --json runs/{run}/{results}
-recurrent-vit stage runs/{run} --name {name} --tag {tag}{from}
+recurrent-vit evaluate runs/{run}{solver} --data DIR --horizon {horizons} --json runs/{run}/{results}
 ```
+
+Other machines, numbers of threads and versions round differently, and end with other weights of about this accuracy.
 
 ## Limits
 

@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -191,8 +192,6 @@ def held_out(labels: Tensor, size: int = 5000, seed: int = 0) -> tuple[Tensor, T
 def sample(split: Split, count: int | None) -> Split:
     """So many images of a split, the first in an order that is random and always the same; all if `count` is None.
 
-    Not the first of the split: some sources have class after class.
-
     Raises:
         ValueError: count is below 1.
 
@@ -332,8 +331,8 @@ def _not_found(folder: Path, origin: str, split: str) -> str:
     looked_for = "\n".join(f"  - {layout.looks.format(split=split)}" for layout in LAYOUTS)
     return (
         f"CIFAR-100 ({split}) was not found in {folder} ({origin}){state}. Looked there for\n{looked_for}\n"
-        "Name a folder that holds one of these (root, or the environment variable RECURRENT_VIT_DATA), or have it "
-        "fetched: by torchvision with download=True, or from the Hub with\n"
+        "Name a folder that holds one of these (root, --data on the command line, or the environment variable "
+        "RECURRENT_VIT_DATA), or have it fetched: by torchvision with download=True, or from the Hub with\n"
         "  hf download uoft-cs/cifar100 --repo-type dataset --local-dir FOLDER"
     )
 
@@ -464,6 +463,7 @@ def _read_folders(found: list[Path], split: str) -> Split:
             f"{len(missing)} missing {missing[:3]}, {len(foreign)} foreign {foreign[:3]}"
         )
     files = [(label, path) for label, name in enumerate(FINE_NAMES) for path in sorted((folder / name).glob("*.png"))]
+    Random(0).shuffle(files)  # not class after class: in the other layouts the first images are of all classes too
     labels = [label for label, _ in files]
     _check_labels(labels, split, folder)
     return _split(_decode_all([(str(path), path) for _, path in files], split), labels)

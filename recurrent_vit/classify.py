@@ -29,7 +29,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from timm.data import create_transform, resolve_data_config
 from torch import Tensor, nn
 
-from . import evaluate, runs
+from . import evaluate, plots
 from .cifar import FINE_NAMES
 from .limits import LIMITS, bounded_horizon, bounded_number
 from .model import RecurrentVisionTransformer, check_model
@@ -395,7 +395,7 @@ def check_plot(path: str | os.PathLike, images: Sequence[Path]) -> None:
         FileNotFoundError: Its folder doesn't exist.
         ImportError: matplotlib isn't installed.
     """
-    evaluate.check_plot(path)
+    plots.check_plot(path)
     if os.path.realpath(path) in {os.path.realpath(image) for image in images}:
         raise ValueError(f"plot {str(path)!r} is one of the pictures, which it would replace")
     if len(images) > MAX_DRAWN:
@@ -420,11 +420,11 @@ def plot(rows: Sequence[tuple[object, Image.Image, Answer]], path: str | os.Path
     figure = _draw(rows, title)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # in a file's name, that the font hasn't
-        runs.save_figure(figure, path, dpi=150)
+        plots.save_figure(figure, path, dpi=150)
 
 
 def _draw(rows: Sequence[tuple[object, Image.Image, Answer]], title: str) -> Any:
-    figure = runs.import_figure()(figsize=(8, 2.4 * len(rows) + 0.4), layout="constrained")
+    figure = plots.import_figure()(figsize=(8, 2.4 * len(rows) + 0.4), layout="constrained")
     figure.suptitle(_printable(title), parse_math=False)
     panels = figure.subplots(len(rows), 2, squeeze=False, width_ratios=(1, 2))
     for (name, image, answer), (left, right) in zip(rows, panels):

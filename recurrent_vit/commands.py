@@ -1,6 +1,6 @@
 """The commands of the command line: each takes the parsed arguments, and prints.
 
-One that has told of its failures returns 1; the others raise. torch and timm are imported inside the commands, so that
+One that has told of its failures returns 1; the others raise. torch and timm are imported after parsing, so that
 --help and wrong usage take no seconds.
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import printing
+from .files import check_target, write_atomically
 
 __all__ = [
     "classify_images", "evaluate_model", "export_model", "list_models", "push_folder", "run_script", "stage_run",
@@ -38,14 +39,14 @@ def list_models(args: argparse.Namespace) -> None:
 
 def classify_images(args: argparse.Namespace) -> int:
     """Pictures, each on its own: one that fails is told of, the others are still done."""
-    from . import classify
+    from . import classify, runs
     from .limits import bounded_horizon
 
     paths = [Path(image) for image in args.images] or classify.samples()
     names = args.images or [path.name for path in paths]
     if args.plot:
         classify.check_plot(args.plot, paths)
-    model, glyphs = _load(args.model), classify.glyphs_for(sys.stdout.encoding)
+    model, glyphs = runs.load_model(args.model), classify.glyphs_for(sys.stdout.encoding)
     horizon = bounded_horizon(model.horizon if args.horizon is None else args.horizon, model.depth)
     rows: list[Any] = []
     code = 0
@@ -70,7 +71,7 @@ def classify_images(args: argparse.Namespace) -> int:
 
 def verify_weights(args: argparse.Namespace) -> None:
     """Check the checkpoints; those that fail are named at the end."""
-    from . import runs, weights
+    from . import machine, weights
 
     rows = [weights.find(name) for name in args.names] or weights.checkpoints()
     failed = []
@@ -80,7 +81,7 @@ def verify_weights(args: argparse.Namespace) -> None:
         except (OSError, ValueError) as error:
             failed.append(row.id)
             print(f"{row.id}: FAILED: {error}")
-    print(", ".join(f"{name} {version}" for name, version in runs.versions().items()))
+    print(", ".join(f"{name} {version}" for name, version in machine.versions().items()))
     if failed:
         raise ValueError(f"{len(failed)} of {len(rows)} checkpoints failed: {', '.join(failed)}")
 
@@ -101,7 +102,7 @@ def push_folder(args: argparse.Namespace) -> None:
     commit = hub.push(args.folder, args.repo_id, private=args.private, dry_run=args.dry_run)
     if args.dry_run:
         for name in hub.FILES:
-            print(f"{args.repo_id}/{name}: {(Path(args.folder) / name).stat().st_size:,} bytes")
+            print(f"{args.repo_id}/{name}: {(Path(args.folder).expanduser() / name).stat().st_size:,} bytes")
         print("nothing was uploaded")
     else:
         print(commit)
@@ -112,8 +113,6 @@ def run_script(args: argparse.Namespace) -> None:
     script = Path(args.script)
     if not script.is_file():
         raise FileNotFoundError(f"SCRIPT {args.script!r} is not a file; give the path of a Python script")
-    from . import zoo  # noqa: F401 (registers the names with timm)
-
     sys.argv = [str(script), *args.arguments]
     sys.path.insert(0, str(script.parent.resolve()))
     try:
@@ -128,13 +127,13 @@ def train_model(args: argparse.Namespace) -> None:
     import timm
     import torch
 
-    from . import cifar, runs, train, zoo
+    from . import cifar, machine, train, zoo
     from .recipes import RECIPES
 
     if args.name not in zoo.VARIANTS:
         raise ValueError(f"{args.name!r} is not a name of the zoo ({', '.join(zoo.VARIANTS)})")
     model_kwargs = dict(map(_key_value, args.model_kwargs))
-    if alien := sorted(runs.NOT_OF_THE_MODEL & set(model_kwargs)):
+    if alien := sorted(set(model_kwargs) - zoo.MODEL_ARGS):
         raise ValueError(f"--model-kwargs: {alien[0]} is not an argument of the model")
     try:
         timm.create_model(args.name, device="meta", **model_kwargs)
@@ -153,7 +152,7 @@ def train_model(args: argparse.Namespace) -> None:
         model_kwargs=model_kwargs,
     )  # fmt: skip
     rows = _accuracy(model, held or cifar.load(args.data, "test"))
-    if runs.place()[0] == 0:
+    if machine.place()[0] == 0:
         _write_json(str(Path(args.out) / ("held_out.jsonl" if held else "test.jsonl")), _labelled(rows, args))
         where = "held-out training images" if held else "test images"
         print(f"{args.name} on {rows[0]['count']} {where}:")
@@ -162,19 +161,19 @@ def train_model(args: argparse.Namespace) -> None:
 
 def evaluate_model(args: argparse.Namespace) -> None:
     """Accuracy at some numbers of steps, or with early exit."""
-    from . import anytime, cifar, evaluate, runs
+    from . import anytime, cifar, evaluate, machine, plots, runs
 
     if args.plot:
-        evaluate.check_plot(args.plot)
+        plots.check_plot(args.plot)
     _check_json(args.json)
     horizons = evaluate.parse_horizons(args.horizon) if args.horizon else None
     exits = None if args.anytime is None else anytime.parse(args.anytime)
     if exits is not None:
         _check_anytime(args, horizons, threshold=exits[1])
     _use_device(args)
-    model = _load(args.model)
-    if args.solver or args.field or args.step_size is not None:
-        model = evaluate.rebuild(model, solver=args.solver, field=args.field, step_size=args.step_size)
+    trained = model = runs.load_model(args.model)
+    if changes := _changes(args):
+        model = evaluate.rebuild(model, **changes)
     split = cifar.load(args.data, "train" if args.held_out else "test")
     if args.held_out:
         split = split[cifar.held_out(split.labels, args.held_out)[1]]
@@ -187,22 +186,34 @@ def evaluate_model(args: argparse.Namespace) -> None:
     rows = _accuracy(
         model.to(args.device), split, horizons=horizons, batch_size=args.batch_size, precision=args.precision
     )
-    if runs.place()[0] != 0:
+    if machine.place()[0] != 0:
         return
     if args.json:
         _write_json(args.json, [{"model": args.model, **row} for row in _labelled(rows, args)])
     if args.json != "-":
         _print(printing.table(list(map(printing.accuracy, rows))))
     if args.plot:
-        evaluate.plot_sweep(rows, args.plot, title=args.model)
+        as_long = trained.trained_horizon * (trained.step_size / model.step_size)
+        plots.plot_sweep(rows, args.plot, _title(args), as_long)
+
+
+def _changes(args: argparse.Namespace) -> dict[str, Any]:
+    """How else the model is to be integrated: arguments of `evaluate.rebuild`."""
+    return {name: getattr(args, name) for name in ("solver", "field", "step_size") if getattr(args, name) is not None}
+
+
+def _title(args: argparse.Namespace) -> str:
+    """Of a picture: the model, and what was changed."""
+    changed = (f"{name.replace('_', ' ')} {value}" for name, value in _changes(args).items())
+    return ", ".join([args.model, *changed])
 
 
 def export_model(args: argparse.Namespace) -> None:
     """Write an ONNX file."""
-    from . import export
+    from . import export, runs
 
     export.check_target(args.file, args.int8)
-    facts = export.export_onnx(_load(args.model), args.file, fixed_horizon=args.fixed_horizon, int8=args.int8)
+    facts = export.export_onnx(runs.load_model(args.model), args.file, fixed_horizon=args.fixed_horizon, int8=args.int8)
     steps = "built in" if args.fixed_horizon else f"an input, trained with {facts['trained_horizon']}"
     size = Path(args.file).stat().st_size
     print(f"{args.file}: {size:,} bytes, {facts['precision']}, {facts['solver']}; number of steps: {steps}")
@@ -222,7 +233,7 @@ def _evaluate_anytime(
     args: argparse.Namespace, model: Any, split: Any, criterion: str, threshold: float | None
 ) -> None:
     """Early exit on the split, at that threshold, or at one that is calibrated first."""
-    from . import calibration, cifar, runs
+    from . import calibration, cifar, machine, plots
     from .anytime import Anytime
 
     options: dict[str, Any] = {"batch_size": args.batch_size, "precision": args.precision, "progress": True}
@@ -234,7 +245,7 @@ def _evaluate_anytime(
         chosen_on = calibration.calibrated_on(args.model, len(held))
         origin = {"calibrated_on": chosen_on, "max_lost": calibration.MAX_LOST}
     row = {**calibration.measure(Anytime(model, criterion, threshold), split, **options), **origin}
-    if runs.place()[0] != 0:
+    if machine.place()[0] != 0:
         return
     if args.json:
         _write_json(args.json, [{"model": args.model, **labelled} for labelled in _labelled([row], args)])
@@ -243,19 +254,19 @@ def _evaluate_anytime(
     if args.plot:
         records = calibration.record(model, split, [criterion], **options)[criterion]
         curves = [*calibration.uniform(records), *calibration.curve(records)]
-        calibration.plot_curve(curves, args.plot, title=args.model, points=[row])
+        plots.plot_curve(curves, args.plot, _title(args), points=[row])
 
 
 def watch_dynamics(args: argparse.Namespace) -> None:
     """Write the page of what the state does, and print its tables."""
-    from . import cifar, dynamics, equilibrium, figures, runs
+    from . import cifar, dynamics, equilibrium, figures, machine, plots, runs
 
-    runs.import_figure()
+    plots.import_figure()
     for name in ("limit", "batch_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name}={getattr(args, name)} must be at least 1")
     _use_device(args)
-    model = _load(args.model).to(args.device)
+    model = runs.load_model(args.model).to(args.device)
     horizon = dynamics.resolve_horizon(model, args.horizon)
     split, folder = cifar.sample(cifar.load(args.data, "test"), args.limit), Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -266,7 +277,7 @@ def watch_dynamics(args: argparse.Namespace) -> None:
     if "dopri5" not in methods:
         print('recurrent-vit: dopri5 is not run; it needs pip install "recurrent-vit[ode]"', file=sys.stderr)
     solved = list(equilibrium.controls(model, split, methods=methods, progress=True))
-    if runs.place()[0] != 0:
+    if machine.place()[0] != 0:
         return
     steps, solvers = dynamics.rows(seen, jacobians), [row for row, _ in solved]
     shown = [printing.step(row) for row in steps if row["step"] in printing.landmarks(seen)]
@@ -293,16 +304,16 @@ def _origin(args: argparse.Namespace, horizon: int) -> str:
     from datetime import date
     from importlib import metadata
 
-    from . import runs
+    from .machine import hardware, versions
 
-    machine, command = runs.hardware(args.device), f"recurrent-vit dynamics {args.model} --data DIR --out DIR"
-    packages = runs.versions()
+    here, packages = hardware(args.device), versions()
     if "dopri5" in _available_methods():
         packages["torchdiffeq"] = metadata.version("torchdiffeq")
-    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
+    command = f"recurrent-vit dynamics {args.model} --data DIR --out DIR"
     return (
         f"`{command} --horizon {horizon} --limit {args.limit} --batch-size {args.batch_size} --device {args.device}`, "
-        f"{date.today().isoformat()}; {machine['gpu'] or machine['cpu']}, {machine['threads']} threads; {versions}"
+        f"{date.today().isoformat()}; {here['gpu'] or here['cpu']}, {here['threads']} threads; "
+        + ", ".join(f"{name} {version}" for name, version in packages.items())
     )
 
 
@@ -332,46 +343,23 @@ def _print(text: str) -> bool:
 
 def _check_json(target: str | None) -> None:
     """Whether rows can be written there, to be asked before the minutes that they take."""
-    if target in (None, "-"):
-        return
-    path = Path(target)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"--json {target!r}: there is no folder {str(path.parent)!r}")
-    if path.is_dir():
-        raise IsADirectoryError(f"--json {target!r} is a folder; give a file")
+    if target not in (None, "-"):
+        check_target(target, "--json")
 
 
 def _write_json(target: str, rows: list[dict[str, Any]]) -> None:
     """Rows as JSON lines, into a file or, for "-", to standard output."""
-    from . import runs
-
     text = "".join(json.dumps(row) + "\n" for row in rows)
     if target == "-":
         print(text, end="")
     else:
-        runs.write_atomically(Path(target), lambda file: file.write(text.encode()))
+        write_atomically(Path(target), lambda file: file.write(text.encode()))
 
 
 def _accuracy(model: Any, split: Any, **kwargs: Any) -> list[dict[str, Any]]:
     from .evaluate import evaluate
 
     return list(evaluate(model, split, progress=True, **kwargs))
-
-
-def _load(text: str) -> Any:
-    """The model of a name with weights, of `local-dir:PATH`, or of the folder of a run."""
-    import timm
-
-    from . import runs, zoo
-
-    if runs.is_folder(text):
-        return runs.load_result(Path(text))
-    if not text.startswith(("local-dir:", "hf-hub:")):
-        if text.partition(".")[0] not in zoo.VARIANTS:
-            raise ValueError(f"{text!r} is neither a folder nor a name of the zoo ({', '.join(zoo.VARIANTS)})")
-        if not timm.is_model_pretrained(text):
-            raise ValueError(f"{text!r} has no published weights; give the folder of a run, or local-dir:PATH")
-    return timm.create_model(text, pretrained=True)
 
 
 def _key_value(text: str) -> tuple[str, Any]:
@@ -389,18 +377,18 @@ def _use_device(args: argparse.Namespace) -> None:
     """Check the device, and join the processes that torchrun started, if it did, each with its own GPU."""
     import torch
 
-    try:
-        kind = torch.device(args.device).type
-    except RuntimeError as error:
-        raise ValueError(f"--device {args.device!r}: {str(error).splitlines()[0]}") from error
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"--device {args.device!r}: give cpu or cuda")
-    on_gpu = kind == "cuda"
-    if on_gpu and not torch.cuda.is_available():
-        raise ValueError(f"--device {args.device!r}: torch sees no GPU here")
-    if "TORCHELASTIC_RUN_ID" not in os.environ or torch.distributed.is_initialized():
-        return
-    if on_gpu:
+    from . import machine
+
+    joining = torch.distributed.is_torchelastic_launched() and not torch.distributed.is_initialized()
+    if joining and args.device.startswith("cuda"):
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"
-    torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+    kind = machine.check_device(args.device).type
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"--device {args.device}: give cpu or cuda")
+    if not joining:
+        return
+    if kind == "cuda":
+        torch.cuda.set_device(args.device)
+    # objects, and the note that a signal came, go between the processes from CPU to CPU
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     atexit.register(torch.distributed.destroy_process_group)

@@ -108,7 +108,7 @@ def resolve_horizon(model: nn.Module, horizon: int | None = None) -> int:
             "the head sees of an image, so it must have both"
         )
     if horizon is None:
-        horizon = min(4 * model.steps * model.stages, MAX_HORIZON)
+        horizon = min(4 * model.trained_horizon, MAX_HORIZON)
     horizon = bounded_horizon(horizon, model.depth)
     if horizon > MAX_HORIZON:
         raise ValueError(f"horizon={horizon} must be at most {MAX_HORIZON}: two covariances are kept for every step")
@@ -154,7 +154,7 @@ def measure(
     by_name = dict(zip(COLUMNS, torch.cat(columns, -1).unbind(1)))
     finite = by_name["finite"].all(1)  # what is said of all images needs all of them
     return Dynamics(
-        trained_horizon=model.steps * model.stages,
+        trained_horizon=model.trained_horizon,
         evaluations_per_step=model.evaluations_per_step,
         num_classes=model.num_classes,
         images=by_name,
@@ -249,7 +249,7 @@ def jacobians(
     model, horizon = checked(model, split), resolve_horizon(model, horizon)
     if count is None:
         count = max(4, 16 // (model.depth * model.evaluations_per_step))
-    at = _linearised(model.steps * model.stages, horizon) if steps is None else tuple(sorted(set(map(index, steps))))
+    at = _linearised(model.trained_horizon, horizon) if steps is None else tuple(sorted(set(map(index, steps))))
     if not at or at[0] < 0 or at[-1] > horizon:
         raise ValueError(f"steps={at} must be from 0 to the horizon, {horizon}")
     count = bounded_number("count", count, 1, MAX_IMAGES, whole=True)

@@ -28,11 +28,11 @@ from .augment import normalize
 from .cifar import Split
 from .dynamics import MAX_IMAGES, accuracy
 from .evaluate import checked, evaluation_mode, first_parameter, overflows, progress_bar
-from .limits import MAX_STEP_SIZE, bounded_float, bounded_number
+from .limits import MAX_STEP_SIZE, bounded_number
 from .measures import norm
 from .model import RecurrentVisionTransformer
 
-__all__ = ["METHODS", "Solution", "adaptive", "anderson", "controls", "fixed_point"]
+__all__ = ["METHODS", "Solution", "adaptive", "anderson", "controls", "fixed_point", "import_odeint"]
 
 MAX_EVALUATIONS = 100_000
 BLOCK_APPLICATIONS = 200  # that `controls` spends on an image, a method
@@ -201,7 +201,7 @@ def _least_squares(a: Tensor, b: Tensor) -> Tensor:
 
 def _checked_amounts(tolerance: float, max_evaluations: int) -> int:
     """The most evaluations."""
-    bounded_float("tolerance", tolerance, 1)
+    bounded_number("tolerance", tolerance, 0, 1, above=True)
     most: int = bounded_number("max_evaluations", max_evaluations, 1, MAX_EVALUATIONS, whole=True)
     return most
 
@@ -235,8 +235,8 @@ def adaptive(
         ValueError: An argument is out of range.
     """
     max_evaluations = _checked_amounts(tolerance, max_evaluations)
-    time = bounded_float("time", time, MAX_STEP_SIZE * MAX_EVALUATIONS)
-    odeint = _import_odeint()
+    time = bounded_number("time", time, 0, MAX_STEP_SIZE * MAX_EVALUATIONS, above=True)
+    odeint = import_odeint()
     times = torch.tensor([0.0, time], dtype=torch.float64, device=z.device)
     watched = _Watched(field, z, max_evaluations)
     try:  # step_t: a step ends at the final time, where the state would otherwise be interpolated
@@ -288,11 +288,16 @@ class _Watched:
         self.trace.note(*self.last, self.nfe)
 
 
-def _import_odeint() -> Any:
+def import_odeint() -> Any:
+    """torchdiffeq's odeint.
+
+    Raises:
+        ImportError: torchdiffeq is missing; says how to install it.
+    """
     try:
         from torchdiffeq import odeint
     except ImportError as error:
-        raise ImportError('adaptive steps need torchdiffeq: pip install "recurrent-vit[ode]"') from error
+        raise ImportError('this needs torchdiffeq: pip install "recurrent-vit[ode]"') from error
     return odeint
 
 
@@ -345,7 +350,7 @@ def controls(
         max_evaluations = max(1, BLOCK_APPLICATIONS // model.depth)
     max_evaluations = _checked_amounts(tolerance, max_evaluations)
     if "dopri5" in names:
-        _import_odeint()
+        import_odeint()
     return _run(model, split[:count], names, tolerance, max_evaluations, progress)
 
 
@@ -361,7 +366,7 @@ def _run(
     images = normalize(split.images).to(first_parameter(model))
     for name in progress_bar(methods, "controls", len(methods), progress, unit="method"):
         with evaluation_mode(model), torch.no_grad():
-            more = {"time": model.steps * model.stages * model.step_size} if name == "dopri5" else {}
+            more = {"time": model.trained_time} if name == "dopri5" else {}
             solution = METHODS[name](model.vector_field, model.initial_state(images), **options, **more)
             logits = model.forward_head(model.norm(solution.state)).double()
         finite = (logits.isfinite().all(-1) & ~overflows(solution.state)).cpu()

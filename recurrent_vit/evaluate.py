@@ -18,10 +18,8 @@ What is notable:
 """
 
 import math
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -32,19 +30,18 @@ import torch.nn.functional as F
 from timm.models import get_model_args
 from torch import Tensor, nn
 
-from . import runs
+from . import machine
 from .cifar import Batch, Split, batches, batches_per_epoch
 from .limits import bounded_horizon, bounded_int
 from .model import RecurrentVisionTransformer, check_model
 
 __all__ = [
-    "COLUMNS", "PRECISIONS", "check_plot", "checked", "evaluate", "evaluation_mode", "first_parameter", "inference",
-    "logits_after", "overflows", "parse_horizons", "plot_sweep", "progress_bar", "rebuild", "standard_error",
-    "statistics", "tally",
+    "COLUMNS", "PRECISIONS", "check_precision", "checked", "evaluate", "evaluation_mode", "first_parameter",
+    "inference", "logits_after", "overflows", "paired_loss", "parse_horizons", "progress_bar", "rebuild",
+    "standard_error", "statistics", "tally",
 ]  # fmt: skip
 
 PRECISIONS = ("fp32", "bf16")
-PLOT_SUFFIXES = (".pdf", ".png", ".svg")
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -94,9 +91,8 @@ def evaluate(
     model, device = checked(model, split), first_parameter(model).device
     steps = _ascending([model.horizon] if horizons is None else horizons)
     bounded_horizon(steps[-1], model.depth)
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r} is unknown; known precisions: {', '.join(PRECISIONS)}")
-    rank, world_size = runs.place()
+    check_precision(precision)
+    rank, world_size = machine.place()
     size = batch_size * world_size
     parts = batches(split.to(device), size, shuffle=False, rank=rank, world_size=world_size)
     shown = progress_bar(parts, "evaluate", batches_per_epoch(len(split), size), progress and rank == 0)
@@ -118,7 +114,7 @@ def _rows(
     for horizon, row in zip(horizons, totals.tolist()):
         yield {
             "horizon": horizon,
-            "trained_horizon": model.steps * model.stages,
+            "trained_horizon": model.trained_horizon,
             "solver": model.solver,
             "field": model.field,
             "step_size": model.step_size,
@@ -181,6 +177,25 @@ def standard_error(p: float, count: float) -> float:
     return (p * (1 - p) / count) ** 0.5
 
 
+def paired_loss(right: Tensor, reference: Tensor) -> Row:
+    """What is lost against a reference, image by image: the differences d of right answers are -1, 0 or 1.
+
+    Args:
+        right: bool (N,).
+        reference: bool (N,), of the same images.
+
+    Returns:
+        - lost: the reference's accuracy minus this one's, the mean of d
+        - lost_stderr: its standard error, sqrt(var(d) / N); small where both are right on the same images
+
+    Example:
+        >>> paired_loss(torch.tensor([True, False, True]), torch.tensor([True, True, True]))["lost"]
+        0.3333333333333333
+    """
+    lost = reference.double() - right.double()
+    return {"lost": lost.mean().item(), "lost_stderr": (lost.var(correction=0).item() / len(lost)) ** 0.5}
+
+
 def _costs(model: RecurrentVisionTransformer, horizon: int) -> Row:
     return {
         "NFE": horizon * model.evaluations_per_step,
@@ -217,7 +232,7 @@ def checked(model: nn.Module, split: Split) -> RecurrentVisionTransformer:
     """The model, if it can be run to any horizon on these images."""
     model = check_model(model)
     if not len(split):
-        raise ValueError("split is empty: there is nothing to evaluate on")
+        raise ValueError("split is empty: it has no images")
     expected, found = (model.in_chans, *model.patch_embed.img_size), tuple(split.images.shape[1:])
     if found != expected and (model.patch_embed.strict_img_size or found[0] != expected[0]):
         raise ValueError(f"split has images of shape {found}, the model takes {expected}")
@@ -225,6 +240,13 @@ def checked(model: nn.Module, split: Split) -> RecurrentVisionTransformer:
     if least < 0 or most >= model.num_classes:
         raise ValueError(f"split has labels from {least} to {most}, the model num_classes={model.num_classes}")
     return model
+
+
+def check_precision(precision: str) -> str:
+    """The precision, if it is one of `PRECISIONS`; otherwise a ValueError that names them."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r} is unknown; known precisions: {', '.join(PRECISIONS)}")
+    return precision
 
 
 def first_parameter(model: nn.Module) -> nn.Parameter:
@@ -243,8 +265,8 @@ def progress_bar(parts: Iterable[T], what: str, total: int, shown: bool, unit: s
 
 
 def _over_processes(value: Tensor, operation: Any, device: torch.device) -> Tensor:
-    """The sum or maximum over the processes; through the device, since nccl knows no other."""
-    if runs.place()[1] == 1:
+    """The sum or maximum over the processes; through the device, for a group that is of nccl alone."""
+    if machine.place()[1] == 1:
         return value
     value = value.to(device)
     dist.all_reduce(value, operation)
@@ -328,72 +350,3 @@ def rebuild(
     twin: Any = timm.create_model(cfg["architecture"], pretrained_cfg=cfg, **arguments)
     twin.load_state_dict(model.state_dict())
     return twin.to(first_parameter(model)).train(model.training)
-
-
-# ---- the plot --------------------------------------------------------------------------------------------------------
-
-
-def check_plot(path: str | os.PathLike) -> None:
-    """Whether :func:`plot_sweep` could write there: to be asked before the minutes that the rows take.
-
-    Raises:
-        ValueError: The name doesn't end in .pdf, .png or .svg.
-        FileNotFoundError: Its folder doesn't exist.
-        IsADirectoryError: It is a folder.
-        ImportError: matplotlib isn't installed.
-    """
-    path = Path(path)
-    if path.suffix not in PLOT_SUFFIXES:
-        raise ValueError(f"plot {str(path)!r} must end in one of {', '.join(PLOT_SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"plot {str(path)!r}: there is no folder {str(path.parent)!r}")
-    if path.is_dir():
-        raise IsADirectoryError(f"plot {str(path)!r} is a folder")
-    runs.import_figure()
-
-
-def plot_sweep(rows: Sequence[Row], path: str | os.PathLike, title: str = "") -> None:
-    """Draw accuracy against steps, with standard errors and the trained horizon marked. The file appears whole or not.
-
-    Args:
-        rows: Of one model, from :func:`evaluate`.
-        path: A .pdf, .png or .svg file; an existing one is replaced.
-        title: Written above.
-
-    Raises:
-        ValueError: There are no rows.
-        OSError: The file could not be written; an existing one is as it was.
-        ValueError, ImportError: As :func:`check_plot`.
-    """
-    check_plot(path)
-    if not rows:
-        raise ValueError("rows is empty: there is nothing to draw")
-    runs.save_figure(_draw_sweep(rows, title), path)
-
-
-def _draw_sweep(rows: Sequence[Row], title: str) -> Any:
-    """A matplotlib Figure. It is made without pyplot, so no window system and no global state play a part."""
-    figure = runs.import_figure()(figsize=(6, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    steps = [int(row["horizon"]) for row in rows]
-    top1 = [100 * row["top1"] for row in rows]
-    errors = [100 * row["top1_stderr"] for row in rows]
-    axes.errorbar(
-        steps, top1, errors, fmt="o-", color="tab:blue", markersize=5, capsize=3, label="top-1 ± standard error"
-    )
-    if broken := [(x, y) for x, y, row in zip(steps, top1, rows) if row["non_finite"]]:
-        axes.plot(*zip(*broken), "X", color="tab:red", markersize=8, zorder=3, label="some outputs not finite")
-    trained = rows[0]["trained_horizon"]
-    axes.axvline(trained, color="0.4", linestyle="--", linewidth=1.2, zorder=1, label=f"trained horizon ({trained})")
-
-    axes.set_xscale("log", base=2)
-    ticks = steps if len(steps) <= 10 else [2**n for n in range(max(steps).bit_length())]
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.set_ylim(0, min(100, 1.15 * max(*top1, 5)))
-    axes.set(xlabel="steps", ylabel="accuracy, %")
-    axes.set_title(title, parse_math=False)  # a path may hold dollars
-    axes.grid(axis="y", color="0.9")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    return figure

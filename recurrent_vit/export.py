@@ -14,9 +14,9 @@ What is notable:
 - Inside the file, matrices are stored as they are multiplied (in x out). torch stores them transposed, and a Transpose
   between weight and product, one for each evaluation of a solver, would keep the product from being quantised.
 - int8: weights per output channel, activations per tensor, at run time, where a matrix is multiplied with a weight; all
-  else, attention too, is fp32. What the last layer of an MLP reads, in a gate a product of two numbers, has rare large
-  values in few tokens, which would set the scale for all: each token is divided by its largest value before, and the
-  product multiplied by it after, which in exact arithmetic changes nothing.
+  else, the two products inside attention among it, is fp32. What the last layer of an MLP reads, in a gate a product of
+  two numbers, has rare large values in few tokens, which would set the scale for all: each token is divided by its
+  largest value before, and the product multiplied by it after, which in exact arithmetic changes nothing.
 - The quantised products are counted, since the quantiser leaves out, without a word, those it doesn't understand.
 - The file says what it is (`metadata_props`): classes, mean, std, trained horizon, solver, licence, source, versions.
 """
@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.while_loop import while_loop  # a prototype, without a public name in torch 2.14
 
-from . import runs, weights
+from . import files, machine, weights
 from .limits import bounded_horizon
 from .model import RecurrentVisionTransformer, ResidualBlock, check_model
 
@@ -101,7 +101,7 @@ def export_onnx(
     if int8:
         proto = _quantised(proto, _count_in_graph(twin, horizon))
     content = _finished(proto, facts)
-    runs.write_atomically(Path(path), lambda file: file.write(content))
+    files.write_atomically(Path(path), lambda file: file.write(content))
     return facts
 
 
@@ -140,13 +140,9 @@ def check_target(path: str | os.PathLike, int8: bool = False) -> None:
         IsADirectoryError: It is a folder.
         ImportError: A package of the extra `export` is missing.
     """
-    path = Path(path)
-    if path.suffix != SUFFIX:
+    if Path(path).suffix != SUFFIX:
         raise ValueError(f"file {str(path)!r} must end in {SUFFIX}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"file {str(path)!r}: there is no folder {str(path.parent)!r}")
-    if path.is_dir():
-        raise IsADirectoryError(f"file {str(path)!r} is a folder")
+    files.check_target(path, "file")
     check_packages("onnx", "onnxscript", *(["onnxruntime"] if int8 else []))
 
 
@@ -216,7 +212,7 @@ class _AnySteps(nn.Module):
         def step(remaining: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
             return remaining - 1, self.model.step(z)
 
-        z = self.model.initial_state(image).contiguous()  # as the loop's own states are, whose strides may not change
+        z = self.model.initial_state(image)  # contiguous, as the loop's own states are, whose strides may not change
         _, z = while_loop(is_left, step, (steps, z))
         return self.model.forward_head(self.model.norm(z))
 
@@ -436,7 +432,7 @@ def _facts(model: RecurrentVisionTransformer, horizon: int | None, int8: bool) -
         "classes": names if len(names) == model.num_classes else [],
         "input_size": _input_size(model),
         **{key: cfg.get(key) for key in ("mean", "std", "interpolation", "crop_pct")},
-        "trained_horizon": model.steps * model.stages,
+        "trained_horizon": model.trained_horizon,
         "fixed_horizon": horizon,
         "depth": model.depth,
         "solver": model.solver,
@@ -466,4 +462,4 @@ def _source(model: RecurrentVisionTransformer) -> dict[str, str]:
 
 def _versions(int8: bool) -> dict[str, str]:
     packages = ("onnx", "onnxscript", *(["onnxruntime"] if int8 else []))
-    return {**runs.versions(), **{name: metadata.version(name) for name in packages}}
+    return {**machine.versions(), **{name: metadata.version(name) for name in packages}}

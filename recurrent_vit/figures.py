@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import runs
+from . import plots
 from .dynamics import Dynamics, Jacobians
 from .equilibrium import Solution
+from .files import write_atomically
 from .measures import pca
 
 __all__ = ["PICTURES", "Findings", "Picture", "draw", "write"]
@@ -61,16 +62,16 @@ def write(folder: Path, findings: Findings, tables: Mapping[str, str]) -> list[P
     written = [folder / PAGE]
     for picture in PICTURES:
         written.append(folder / picture.file)
-        runs.save_figure(draw(picture, findings), written[-1], dpi=150)
+        plots.save_figure(draw(picture, findings), written[-1], dpi=150)
         page.append(f"![{picture.file}]({picture.file})\n\n{picture.caption}")
     text = "\n\n".join(page) + "\n"
-    runs.write_atomically(written[0], lambda file: file.write(text.encode()))
+    write_atomically(written[0], lambda file: file.write(text.encode()))
     return written
 
 
 def draw(picture: Picture, findings: Findings) -> Any:
     """The matplotlib Figure of a picture, its caption below."""
-    figure = runs.import_figure()(figsize=(9, 6), layout="constrained")
+    figure = plots.import_figure()(figsize=(9, 6), layout="constrained")
     picture.draw(figure, findings)
     figure.suptitle(findings.title, fontsize="medium", parse_math=False)
     figure.supxlabel(
@@ -272,7 +273,7 @@ def _log_scale(axes: Any, values: Tensor) -> None:
 
 def _finish(axes: Any, seen: Dynamics) -> None:
     axes.axvline(seen.trained_horizon, color="0.4", linestyle="--", linewidth=1.2, zorder=1)
-    axes.set(xlabel="step", xlim=(0, seen.horizon))
+    axes.set(xlabel="step", xlim=(-0.02 * seen.horizon, 1.02 * seen.horizon))  # room for markers at the ends
     _tidy(axes)
 
 

@@ -24,7 +24,8 @@ import timm
 
 from . import runs, weights
 from .card import card
-from .cifar import FINE_NAMES
+from .cifar import FINE_NAMES, ROWS
+from .files import write_atomically
 from .limits import FIELDS, PLAIN
 from .model import RecurrentVisionTransformer
 from .weights import FILE, Checkpoint
@@ -35,7 +36,6 @@ __all__ = ["CARD", "CONFIG", "FILES", "config", "push", "stage"]
 CONFIG, CARD = "config.json", "README.md"
 FILES = (CONFIG, FILE, CARD)
 RESULTS = "test.jsonl"
-TEST_IMAGES = 10_000
 
 
 # ---- staging ---------------------------------------------------------------------------------------------------------
@@ -72,12 +72,12 @@ def stage(
             whole test split.
         OSError: The folder cannot be written; a new one is then not there.
     """
-    run, hub = Path(run), Path(hub)
+    run, hub = Path(run).expanduser(), Path(hub).expanduser()
     if not tag.isidentifier():
         raise ValueError(f"tag={tag!r} must be made of letters, digits and underscores, like short_c100")
     if repo_id:
         _check_repo_id(repo_id)
-    row, content = _row_of(run, name, tag, repo_id, Path(results) if results else run / RESULTS)
+    row, content = _row_of(run, name, tag, repo_id, Path(results).expanduser() if results else run / RESULTS)
     _check_same_as(row)
     folder = hub / row.id
     taken = {known.sha256 for known in weights.checkpoints() if known.id == row.id}
@@ -136,7 +136,7 @@ def _row_of(run: Path, name: str, tag: str, repo_id: str, scored: Path) -> tuple
     if done < planned:
         raise ValueError(f"{run} was stopped after update {done:,} of {planned:,}; whole runs alone are published")
     results = _results(scored, run, model)
-    trained = results[model.steps * model.stages]
+    trained = results[model.trained_horizon]
     state = {key: value.contiguous() for key, value in model.state_dict().items()}
     content = safetensors.torch.save(state, metadata={"format": "pt"})  # with a second key, bytes would vary
     row = Checkpoint(
@@ -147,7 +147,7 @@ def _row_of(run: Path, name: str, tag: str, repo_id: str, scored: Path) -> tuple
         dtype="float32",
         parameters=sum(value.numel() for value in state.values()),
         license="apache-2.0",
-        trained_on=f"CIFAR-100, {facts['images']:,} training images",
+        images=facts["images"],
         recipe=facts["recipe"],
         precision=facts["precision"],
         seed=facts["seed"],
@@ -176,7 +176,7 @@ def _results(path: Path, run: Path, model: Any) -> dict[int, dict[str, Any]]:
         raise FileNotFoundError(f"{path} is missing: {advice}")
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     expected = {
-        "split": "test", "count": TEST_IMAGES, "solver": model.solver, "field": model.field,
+        "split": "test", "count": ROWS["test"], "solver": model.solver, "field": model.field,
         "step_size": model.step_size, "precision": "fp32",
     }  # fmt: skip
     for row in rows:
@@ -184,8 +184,8 @@ def _results(path: Path, run: Path, model: Any) -> dict[int, dict[str, Any]]:
             if row.get(key) != value:
                 raise ValueError(f"{path}: a row has {key}={row.get(key)!r}; the weights are published with {value!r}")
     results = {row["horizon"]: row for row in rows}
-    if model.steps * model.stages not in results:
-        raise ValueError(f"{path} has no row for the trained {model.steps * model.stages} steps")
+    if model.trained_horizon not in results:
+        raise ValueError(f"{path} has no row for the trained {model.trained_horizon} steps")
     if len(results) == 1:
         raise ValueError(f"{path} has the trained number of steps only, and the card shows others: {advice}")
     return results
@@ -197,7 +197,7 @@ def _write_folder(folder: Path, files: dict[str, bytes]) -> None:
     try:
         part.mkdir(parents=True)
         for name, content in files.items():
-            runs.write_atomically(part / name, _writer(content))
+            write_atomically(part / name, _writer(content))
         if folder.exists():
             for name in files:
                 (part / name).replace(folder / name)
@@ -262,7 +262,7 @@ def push(folder: str | os.PathLike, repo_id: str, *, private: bool = False, dry_
         FileExistsError: The repository has other weights: a tag never changes its weights.
         OSError: The Hub can't be reached, or refuses.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     _check_repo_id(repo_id)
     _check_folder(folder, repo_id)
     if dry_run:

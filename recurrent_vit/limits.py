@@ -65,26 +65,21 @@ def _is_no_number(value: Any) -> bool:
     return isinstance(value, (bool, str, bytes, bytearray)) or "bool" in str(getattr(value, "dtype", ""))
 
 
-def bounded_float(name: str, value: Any, most: float) -> float:
-    """`value` as a float, if it is a number above 0 and at most `most`; otherwise a ValueError that says so."""
-    try:
-        number = math.nan if _is_no_number(value) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not 0 < number <= most:
-        raise ValueError(f"{name}={value!r:.50} must be a number above 0, at most {most}")
-    return number
+def bounded_number(
+    name: str, value: Any, least: float, most: float, *, whole: bool = False, above: bool = False
+) -> Any:
+    """`value` as a float (an int if `whole`), if it is a number in that range; otherwise a ValueError that says so.
 
-
-def bounded_number(name: str, value: Any, least: float, most: float, whole: bool = False) -> Any:
-    """`value` as a float (an int if `whole`), if it is a number in that range; otherwise a ValueError that says so."""
+    With `above` the least value is not in the range.
+    """
     try:
         number = math.nan if _is_no_number(value) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last is torch's, for a tensor of several numbers
         number = math.nan
-    if not least <= number <= most or (whole and number != int(number)):
+    if not least <= number <= most or (above and number == least) or (whole and number != int(number)):
         kind = "a whole number" if whole else "a number"
-        raise ValueError(f"{name}={value!r:.50} must be {kind} from {least} to {most}")
+        span = f"above {least}, at most {most}" if above else f"from {least} to {most}"
+        raise ValueError(f"{name}={value!r:.50} must be {kind} {span}")
     return int(number) if whole else number
 
 
@@ -113,7 +108,7 @@ def get_tableau(solver: str) -> solvers.Tableau | None:
 def check_integration(field: str, step_size: float, solver: str) -> None:
     if not isinstance(field, str) or field not in FIELDS:
         raise ValueError(f"field={field!r} is unknown; known fields: {', '.join(FIELDS)}")
-    step_size = bounded_float("step_size", step_size, MAX_STEP_SIZE)
+    step_size = bounded_number("step_size", step_size, 0, MAX_STEP_SIZE, above=True)
     if solver == PLAIN and (field != FIELDS[0] or step_size != 1):
         raise ValueError(
             f"field={field!r}, step_size={step_size!r}: solver='{PLAIN}' takes neither a field nor a step size; "
@@ -130,7 +125,7 @@ def check_sizes(depth: int, arguments: dict[str, Any]) -> None:
     bounded_int("reg_tokens", size["reg_tokens"], least=0)
     if embed_dim % num_heads:
         raise ValueError(f"embed_dim={embed_dim} must be divisible by num_heads={num_heads}")
-    mlp_ratio = bounded_float("mlp_ratio", size["mlp_ratio"], LIMITS["mlp_ratio"])
+    mlp_ratio = bounded_number("mlp_ratio", size["mlp_ratio"], 0, LIMITS["mlp_ratio"], above=True)
     if int(embed_dim * mlp_ratio) < 1:
         raise ValueError(f"mlp_ratio={mlp_ratio!r} leaves a gate without width at embed_dim={embed_dim}")
     height, width = _bounded_pair("img_size", size["img_size"])

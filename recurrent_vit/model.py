@@ -104,7 +104,9 @@ class RecurrentVisionTransformer(VisionTransformer):
         torch.Size([5, 2, 10])
     """
 
-    __jit_unused_properties__ = ["depth", "horizon", "num_states", "evaluations_per_step", "nfe", "macs"]  # noqa: RUF012 (torch's form)
+    __jit_unused_properties__ = [  # noqa: RUF012 (torch's form)
+        "depth", "horizon", "trained_horizon", "trained_time", "num_states", "evaluations_per_step", "nfe", "macs",
+    ]  # fmt: skip
 
     def __init__(
         self,
@@ -161,6 +163,16 @@ class RecurrentVisionTransformer(VisionTransformer):
     def horizon(self) -> int:
         """H, the steps of one forward pass (a step that pruning cut short counts); `set_horizon` changes it."""
         return math.ceil(len(self.taps) / self._states_per_step)
+
+    @property
+    def trained_horizon(self) -> int:
+        """The steps that the model is made for: steps * stages."""
+        return self.steps * self.stages
+
+    @property
+    def trained_time(self) -> float:
+        """The time that these steps cover: trained_horizon * step_size."""
+        return self.trained_horizon * self.step_size
 
     @property
     def num_states(self) -> int:
@@ -260,7 +272,7 @@ class RecurrentVisionTransformer(VisionTransformer):
             "convert integers first, e.g. images.float() / 255",
         )
         z = self.patch_embed(x)
-        z = self._pos_embed(z)
+        z = self._pos_embed(z).contiguous()  # timm's has tokens fastest, as would all states after it
         z = self.patch_drop(z)
         return self.norm_pre(z)
 

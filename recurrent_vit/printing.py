@@ -5,7 +5,7 @@ from typing import Any
 
 __all__ = [
     "CONTROLS", "STEPS", "accuracy", "checkpoint", "controls", "early_exit", "exits", "landmarks", "markdown_table",
-    "step", "table",
+    "percent", "step", "table",
 ]  # fmt: skip
 
 Row = dict[str, Any]
@@ -32,6 +32,16 @@ def markdown_table(rows: list[Row]) -> str:
     return "\n".join(f"| {line} |" for line in [head, rule, *lines])
 
 
+def percent(row: Row, name: str) -> str:
+    """A fraction of a row and its standard error, in per cent or points.
+
+    Example:
+        >>> percent({"top1": 0.5988, "top1_stderr": 0.0049}, "top1")
+        '59.88 ± 0.49'
+    """
+    return f"{100 * row[name]:.2f} ± {100 * row[f'{name}_stderr']:.2f}"
+
+
 def checkpoint(row: Any) -> Row:
     """A checkpoint as a person reads it."""
     metrics = row.metrics
@@ -39,10 +49,10 @@ def checkpoint(row: Any) -> Row:
         "checkpoint": row.id,
         "parameters": row.parameters,
         "bytes": row.bytes,
-        "top-1 %": f"{100 * metrics['top1']:.2f} ± {100 * metrics['top1_stderr']:.2f}",
+        "top-1 %": percent(metrics, "top1"),
         "top-5 %": f"{100 * metrics['top5']:.2f}",
         "recipe": row.recipe,
-        "PFLOP": f"{row.pflop:g}",
+        "PFLOP": f"{row.pflop:.3g}",
         "sha256": row.sha256[:12],
     }
 
@@ -61,7 +71,7 @@ def accuracy(row: Row) -> Row:
 
 def _answers(row: Row) -> Row:
     return {
-        "top-1 %": f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}",
+        "top-1 %": percent(row, "top1"),
         "top-5 %": f"{100 * row['top5']:.2f}",
         "loss": "-" if row["loss"] is None else f"{row['loss']:.4f}",
         "not finite": row["non_finite"],
@@ -124,7 +134,7 @@ def step(row: Row) -> Row:
     return {
         "steps": row["step"],
         "NFE": row["NFE"],
-        "top-1 %": f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}",
+        "top-1 %": percent(row, "top1"),
         "entropy": _digits(row["entropy"]),
         "rms": _digits(row["rms"]),
         "step norm": _digits(row["step_norm"]),
@@ -155,7 +165,7 @@ def _control(row: Row) -> Row:
         "NFE": row["NFE"],
         "converged %": f"{100 * row['converged']:.1f}",
         "field left": _digits(row["field_left"]),
-        "top-1 %": f"{100 * row['top1']:.2f} ± {100 * row['top1_stderr']:.2f}",
+        "top-1 %": percent(row, "top1"),
         "not finite": row["non_finite"],
         "images": row["count"],
     }

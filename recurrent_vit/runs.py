@@ -6,8 +6,8 @@
     runs/x/model.safetensors                 the result
     runs/x/history.png                       the learning curve
 
-Every file is written beside its place, flushed to the disk, and renamed: a process that dies leaves the old file or the
-new one, never half of it.
+Every file but the history is written beside its place, flushed to the disk, and renamed: a process that dies leaves the
+old file or the new one, never half of it. Of the history it may cut the last line short, which is then passed over.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ import io
 import json
 import math
 import os
-import platform
 import re
-import secrets
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 import safetensors.torch
 import timm
@@ -37,71 +33,23 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from .files import write_atomically
+from .machine import place, versions
 from .model import RecurrentVisionTransformer
+from .plots import import_figure, save_figure
 from .recipes import PFLOP, Leg
-from .zoo import VARIANTS
+from .zoo import MODEL_ARGS, VARIANTS
 
 __all__ = [
-    "Reporter", "find_checkpoints", "hardware", "import_figure", "load_checkpoint", "load_result", "open_folder",
-    "place", "plot_history", "read_history", "save_checkpoint", "stop_signals", "versions", "write_atomically",
-    "write_result",
+    "Reporter", "find_checkpoints", "is_folder", "load_checkpoint", "load_model", "load_result", "open_folder",
+    "plot_history", "read_history", "save_checkpoint", "write_result",
 ]  # fmt: skip
 
 KEPT = 2
-# arguments of timm.create_model that say where weights come from or what is built around the model, not what it is
-NOT_OF_THE_MODEL = {
-    "cache_dir", "checkpoint_path", "device", "dtype", "features_only", "pretrained", "pretrained_cfg",
-    "pretrained_cfg_overlay",
-}  # fmt: skip
 LOG_SECONDS = 5.0
+BAR_SECONDS = 60.0  # where the bar goes into a file, which keeps every state of it
 HISTORY = "history.jsonl"
 _NAME = re.compile(r"checkpoint-(\d{8})-([0-9a-f]{8})\.pt")
-
-
-def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    """Let `write` fill a file beside `path`, flush it to the disk, and rename it to `path`.
-
-    A link keeps pointing to its file. Where `path` is a device or a pipe, or this process's standard output by a name
-    like /dev/stdout, there is nothing to rename: it is written to.
-
-    Raises:
-        OSError: The disk is full or the folder cannot be written; `path` is then as it was, and nothing else is left.
-    """
-    if (stream := _standard_stream(path)) is not None:
-        for printed in filter(None, (sys.stdout, sys.stderr)):
-            printed.flush()
-        with open(stream, "wb", closefd=False) as file:
-            write(file)
-        return
-    if path.exists() and not path.is_file():
-        with path.open("wb") as file:
-            write(file)
-        return
-    path = Path(os.path.realpath(path))
-    part = path.with_name(f".{path.stem[:30]}.{os.getpid()}.{secrets.token_hex(4)}.part")
-    try:
-        with part.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def _standard_stream(path: Path) -> int | None:
-    """The descriptor of standard output or error, if that is the file; opening it by its name again would empty it."""
-    for stream in (1, 2):
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.stat(path), os.fstat(stream)):
-                return stream
-    return None
-
-
-def place() -> tuple[int, int]:
-    """(rank, world size) of this process: (0, 1) unless torch.distributed is initialised."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 @contextlib.contextmanager
@@ -159,57 +107,6 @@ def _lock(file: IO[str], folder: Path) -> None:
     raise FileExistsError(f"another process has just begun to train in {folder}; give another --out")
 
 
-@contextlib.contextmanager
-def stop_signals() -> Iterator[Callable[[], str]]:
-    """While entered, SIGTERM and SIGINT are noted instead of ending the process; yields what tells of one.
-
-    The function it yields gives the name of the signal that came, to any of the processes, or "".
-    """
-    came: list[int] = []
-
-    def stopped() -> str:
-        number = torch.tensor(came[-1] if came else 0)
-        if dist.is_initialized():
-            dist.all_reduce(number, dist.ReduceOp.MAX)
-        return signal.Signals(int(number)).name if number else ""
-
-    def note(number: int, frame: object) -> None:
-        if came:  # a second one does not wait
-            signal.default_int_handler(number, None)
-        came.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that a result depends on."""
-    packages = ("recurrent-vit", "torch", "timm")
-    return {"python": platform.python_version(), **{name: metadata.version(name) for name in packages}}
-
-
-def hardware(device: str | torch.device) -> dict[str, Any]:
-    """What computes: the processor's name, its cores, torch's threads, and the GPU if the device is one."""
-    return {
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else None,
-    }
-
-
-def _cpu_name() -> str:
-    """The processor's model name, as precisely as the system tells it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def save_checkpoint(folder: Path, update: int, state: dict[str, Any]) -> None:
     """Write the state after `update` updates, then remove all but the last two checkpoints (first process only)."""
     if place()[0] != 0:
@@ -248,19 +145,37 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def write_result(folder: Path, weights: dict[str, Tensor], facts: dict[str, Any]) -> None:
-    """Write model.safetensors and run.json, the result of a run."""
-    if place()[0] == 0:
-        content = safetensors.torch.save(weights, metadata={"format": "pt"})
-        write_atomically(folder / "model.safetensors", lambda file: file.write(content))
-        date = datetime.now(timezone.utc).date().isoformat()
-        text = json.dumps({**facts, "date": date, "versions": versions()}, indent=2) + "\n"
-        write_atomically(folder / "run.json", lambda file: file.write(text.encode()))
-        plot_history(folder)
+    """Write model.safetensors, then run.json, which so never tells of updates that the weights don't have."""
+    content = safetensors.torch.save(weights, metadata={"format": "pt"})
+    write_atomically(folder / "model.safetensors", lambda file: file.write(content))
+    date = datetime.now(timezone.utc).date().isoformat()
+    text = json.dumps({**facts, "date": date, "versions": versions()}, indent=2) + "\n"
+    write_atomically(folder / "run.json", lambda file: file.write(text.encode()))
 
 
 def is_folder(text: str) -> bool:
     """Whether the folder of a run is meant: there is one, and its name is not that of a model; `./bvit` is not."""
     return bool(text) and Path(text).expanduser().is_dir() and text.partition(".")[0] not in VARIANTS
+
+
+def load_model(source: str) -> RecurrentVisionTransformer:
+    """The model that is meant by a name with weights, the folder of a run, "local-dir:PATH" or "hf-hub:ORG/NAME".
+
+    Raises:
+        ValueError: It is none of them, or no model of the zoo with its weights.
+        OSError: A file is missing, or cannot be downloaded.
+    """
+    if is_folder(source):
+        return load_result(Path(source))
+    if not source.startswith(("local-dir:", "hf-hub:")):
+        if source.partition(".")[0] not in VARIANTS:
+            raise ValueError(f"{source!r} is neither a folder nor a name of the zoo ({', '.join(VARIANTS)})")
+        if not timm.is_model_pretrained(source):
+            raise ValueError(f"{source!r} has no published weights; give the folder of a run, or local-dir:PATH")
+    model = timm.create_model(source, pretrained=True)
+    if not isinstance(model, RecurrentVisionTransformer):
+        raise ValueError(f"{source!r} is a {type(model).__name__}; give a model of the zoo")
+    return model
 
 
 def load_result(folder: Path) -> RecurrentVisionTransformer:
@@ -277,7 +192,7 @@ def load_result(folder: Path) -> RecurrentVisionTransformer:
     try:
         facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         name, kwargs = facts["name"], facts["model_kwargs"]
-        if name not in VARIANTS or NOT_OF_THE_MODEL & set(kwargs):
+        if name not in VARIANTS or set(kwargs) - MODEL_ARGS:
             raise ValueError(f"{name!r} with {kwargs} is not a model of the zoo")
         model: Any = timm.create_model(name, **kwargs)
         model.load_state_dict(safetensors.torch.load_file(folder / "model.safetensors"))
@@ -305,6 +220,7 @@ class Reporter:
             total=round(sum(leg.flop for leg in plan) / 1e9),
             initial=round(self.last.flop / 1e9),
             unit="GFLOP", unit_scale=True, dynamic_ncols=True, disable=not self.main,
+            mininterval=0.1 if sys.stderr.isatty() else BAR_SECONDS, miniters=1,
         )  # fmt: skip
         if self.main:
             cut_history(folder, self.done)
@@ -422,22 +338,3 @@ def plot_history(folder: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(title="pictures")
     save_figure(figure, folder / "history.png", dpi=150)
-
-
-def save_figure(figure: Any, path: str | os.PathLike, dpi: int = 200) -> None:
-    """Write a matplotlib Figure in the format that its suffix names. The file appears whole or not at all."""
-    path = Path(path)
-    write_atomically(path, lambda file: figure.savefig(file, format=path.suffix[1:], dpi=dpi))
-
-
-def import_figure() -> Any:
-    """matplotlib's Figure, used without pyplot, so that no window system and no global state play a part.
-
-    Raises:
-        ImportError: matplotlib is missing; says how to install it.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('drawing needs matplotlib: pip install "recurrent-vit[train]"') from error
-    return Figure

@@ -8,14 +8,14 @@ What is notable:
   dropout. A run that is killed and resumed ends with bitwise the weights of one that was not (same machine, threads).
 - The learning rate is a function of the compute spent, not of updates or epochs.
 - Under torchrun every process takes its part of each batch, and gradients are averaged once an update.
-- Optimizers, moving average and the interpolation of positions are timm's.
+- Muon, the moving average and the interpolation of positions are timm's; AdamW alone is torch's.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,13 @@ from timm.optim import Muon
 from timm.utils import ModelEmaV3
 from torch import Tensor
 
-from . import augment, cifar, runs
+from . import augment, cifar, evaluate, machine, plots, runs
 from .losses import average_gradients, backward_stages
 from .model import RecurrentVisionTransformer
 from .recipes import PFLOP, Leg, Recipe, make_plan
+from .zoo import MODEL_ARGS
 
-__all__ = ["Interrupted", "fit", "grow", "make_optimizer", "whiten"]
+__all__ = ["Interrupted", "Job", "State", "fit", "grow", "make_job", "make_optimizer", "start", "whiten"]
 
 MUON: dict[str, Any] = {
     "momentum": 0.95, "nesterov": True, "ns_steps": 3, "ns_coefficients": "original", "adjust_lr_fn": "match_rms_adamw"
@@ -61,10 +62,10 @@ class Job:
     def build(self, leg: Leg) -> RecurrentVisionTransformer:
         """The model of a leg; its positions are interpolated to the size of the images in the forward pass."""
         kwargs = {
+            "proj_drop_rate": self.recipe.dropout,
             **self.model_kwargs,
             **leg.model_args,
             "dynamic_img_size": True,
-            "proj_drop_rate": self.recipe.dropout,
         }
         model: Any = timm.create_model(self.name, **kwargs)
         return model.to(self.device).train()
@@ -75,7 +76,7 @@ class Job:
             "name": self.name,
             "model_kwargs": self.model_kwargs,
             "recipe": self.recipe.name,
-            "settings": repr(replace(self.recipe, source="", expected="", time="", command="")),
+            "settings": self.recipe.settings,
             "pflop": sum(leg.flop for leg in self.plan) / PFLOP,
             "seed": self.seed,
             "images": len(self.train),
@@ -124,29 +125,52 @@ def fit(
         compile: Compile the blocks, in place.
         resume: Go on from the last checkpoint in `out`, or start if there is none.
         checkpoint_seconds: Least time between two checkpoints; 0 writes one after every update.
-        model_kwargs: Arguments of `timm.create_model`.
+        model_kwargs: Arguments of `timm.create_model`; a `proj_drop_rate` among them stands before the recipe's.
 
     Returns:
         The trained model in evaluation mode, with the weights that the recipe publishes.
 
     Raises:
         FileExistsError: `out` holds a run, and `resume` is false.
-        ValueError: A checkpoint is damaged, or of another run than the one asked for; or an argument out of range.
+        ValueError: A checkpoint is damaged, or of another run than the one asked for; an argument is out of range; or
+            the model does not take these images or labels.
         FloatingPointError: The loss is not finite; the last checkpoint is from before.
         Interrupted: SIGTERM or SIGINT came; a checkpoint of that moment is written.
         OSError: The disk is full or the folder cannot be written; the checkpoints that are there stay whole.
     """
-    runs.import_figure()  # the learning curve is drawn at the end: what is missing must show now
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} must be from 0 to 2^32 - 1")
-    precision = precision or ("bf16" if device.startswith("cuda") else "fp32")
-    model_kwargs = dict(model_kwargs or {})
-    plan = make_plan(name, recipe, len(train), pflop, **model_kwargs)
-    job = Job(name, model_kwargs, recipe, plan, train.to(device), seed, torch.device(device), precision, compile)
+    plots.import_figure()  # the learning curve is drawn at the end: what is missing must show now
+    job = make_job(
+        name, recipe, train, seed=seed, pflop=pflop, device=device, precision=precision, compile=compile,
+        model_kwargs=model_kwargs,
+    )  # fmt: skip
     with runs.open_folder(out, resume) as folder:
-        state = _resume(job, folder) or _start(job)
+        state = _resume(job, folder) or start(job)
         _run(job, state, folder, checkpoint_seconds)
         return _finish(job, state, folder)
+
+
+def make_job(
+    name: str,
+    recipe: Recipe,
+    train: cifar.Split,
+    *,
+    seed: int = 0,
+    pflop: float | None = None,
+    device: str = "cpu",
+    precision: str | None = None,
+    compile: bool = False,
+    model_kwargs: dict[str, Any] | None = None,
+) -> Job:
+    """What :func:`fit` is asked for, checked: the arguments, and the ValueError, are its own."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must be from 0 to 2^32 - 1")
+    precision = evaluate.check_precision(precision or ("bf16" if device.startswith("cuda") else "fp32"))
+    model_kwargs = dict(model_kwargs or {})
+    if alien := sorted(set(model_kwargs) - MODEL_ARGS):
+        raise ValueError(f"model_kwargs: {alien[0]} is not an argument of the model")
+    evaluate.checked(timm.create_model(name, device="meta", **model_kwargs), train)
+    plan = make_plan(name, recipe, len(train), pflop, **model_kwargs)
+    return Job(name, model_kwargs, recipe, plan, train.to(device), seed, torch.device(device), precision, compile)
 
 
 def _run(job: Job, state: State, folder: Path, checkpoint_seconds: float) -> None:
@@ -154,7 +178,7 @@ def _run(job: Job, state: State, folder: Path, checkpoint_seconds: float) -> Non
     saved = time.monotonic()
     with (
         runs.Reporter(folder, job.plan, state.leg, state.update, state.seconds) as report,
-        runs.stop_signals() as stopped,
+        machine.stop_signals() as stopped,
     ):
         for loss in _updates(job, state):
             report(state.leg, state.update, loss, state.seconds, _learning_rate(job, state))
@@ -170,17 +194,21 @@ def _run(job: Job, state: State, folder: Path, checkpoint_seconds: float) -> Non
 
 
 def _updates(job: Job, state: State) -> Iterator[Tensor]:
-    """Train `state` to the end of the plan; gives the loss of every update."""
+    """Train `state` to the end of the plan; gives the loss of every update.
+
+    `state.seconds` is time on the clock: drawing a batch counts, and what the caller does with a loss (on a GPU: wait).
+    """
+    last = time.perf_counter()
     while True:
         leg = job.plan[state.leg]
         if job.compile:
             for block in state.model.blocks:
                 block.compile()
         for batch in _batches(job, leg, state.update):
-            begin = time.perf_counter()
             loss = _update(job, state, batch)
             state.update += 1
-            state.seconds += time.perf_counter() - begin
+            now = time.perf_counter()
+            state.seconds, last = state.seconds + now - last, now
             yield loss
         if state.leg + 1 == len(job.plan):
             return
@@ -191,7 +219,7 @@ def _batches(job: Job, leg: Leg, start: int) -> Iterator[cifar.Batch]:
     """The batches of a leg from its update `start` on, epoch after epoch; this process's part of each."""
     size = leg.phase.batch_size
     per_epoch = cifar.batches_per_epoch(len(job.train), size, drop_last=True)
-    rank, world_size = runs.place()
+    rank, world_size = machine.place()
     while start < leg.updates:
         epoch, first = divmod(start, per_epoch)
         stream = cifar.batches(
@@ -255,14 +283,15 @@ def _done(job: Job, state: State) -> int:
 
 
 def _dropout_seed(job: Job, state: State) -> int:
-    rank, _ = runs.place()
+    rank, _ = machine.place()
     return int(np.random.SeedSequence((job.seed, _done(job, state), rank)).generate_state(1)[0])
 
 
 # ---- from leg to leg -------------------------------------------------------------------------------------------------
 
 
-def _start(job: Job) -> State:
+def start(job: Job) -> State:
+    """The state before the first update: initial weights of the job's seed, optimizer and average."""
     torch.manual_seed(job.seed)
     model = job.build(job.plan[0])
     if job.recipe.whiten:
@@ -331,7 +360,7 @@ def grow(old: RecurrentVisionTransformer, new: RecurrentVisionTransformer) -> di
 
 
 def _time(model: RecurrentVisionTransformer) -> float:
-    return model.depth * model.steps * model.stages * model.step_size
+    return model.depth * model.trained_time
 
 
 @torch.no_grad()
@@ -426,6 +455,8 @@ def _finish(job: Job, state: State, folder: Path) -> RecurrentVisionTransformer:
     model: Any = timm.create_model(job.name, **job.model_kwargs)
     model.load_state_dict(source.state_dict())
     weights = {name: tensor.cpu().contiguous() for name, tensor in model.state_dict().items()}
-    facts = {**job.identity(), "seconds": round(state.seconds, 1), "hardware": runs.hardware(job.device)}
-    runs.write_result(folder, weights, facts)
+    facts = {**job.identity(), "seconds": round(state.seconds, 1), "hardware": machine.hardware(job.device)}
+    if machine.place()[0] == 0:
+        runs.write_result(folder, weights, facts)
+        runs.plot_history(folder)
     return model.to(job.device).eval()

@@ -62,7 +62,7 @@ class Checkpoint:
         dtype: Of all tensors.
         parameters: Their number of elements.
         license: As an SPDX identifier.
-        trained_on: The data.
+        images: How many training images of CIFAR-100 it was trained on.
         recipe: Name of the recipe.
         precision: Of the run, "fp32" or "bf16" (autocast over float32 weights).
         seed: Of the run.
@@ -90,7 +90,7 @@ class Checkpoint:
     dtype: str
     parameters: int
     license: str
-    trained_on: str
+    images: int
     recipe: str
     precision: str
     seed: int
@@ -114,9 +114,9 @@ class Checkpoint:
         return f"{self.name}.{self.tag}"
 
     @property
-    def images(self) -> int:
-        """How many it was trained on."""
-        return int(self.trained_on.split()[1].replace(",", ""))
+    def trained_on(self) -> str:
+        """The data, in words."""
+        return f"CIFAR-100, {self.images:,} training images"
 
     @property
     def path(self) -> Path:

@@ -175,8 +175,16 @@ def _create(variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> Recur
     if pretrained:
         kwargs = {**kwargs, "pretrained_cfg_overlay": _checked_source(variant, kwargs)}
         if "num_classes" not in kwargs and not kwargs.get("features_only"):
-            kwargs.setdefault("weight_init", "skip")  # a third of the time, for values that the checkpoint replaces all
+            return _without_initial_weights(variant, kwargs)
     return _build(variant, pretrained, kwargs)
+
+
+def _without_initial_weights(variant: Variant, kwargs: dict[str, Any]) -> RecurrentVisionTransformer:
+    """A pretrained model, built in two thirds of the time: the checkpoint replaces all values anyway."""
+    model = _build(variant, True, {"weight_init": "skip", **kwargs})
+    if "weight_init" not in kwargs:
+        model.weight_init_mode = ""  # timm's default, for whoever calls init_weights later
+    return model
 
 
 def _build(variant: Variant, pretrained: bool, kwargs: dict[str, Any]) -> RecurrentVisionTransformer:

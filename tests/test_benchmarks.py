@@ -1,5 +1,6 @@
 """The measuring programs: what they time in which order, what they write, and what the tables make of it."""
 
+import gc
 import io
 import json
 import shutil
@@ -11,7 +12,7 @@ import pytest
 import torch
 from timm.models.vision_transformer import Block
 
-from benchmarks import measure, processes, rows, speed, tables
+from benchmarks import markdown, measure, processes, rows, speed, tables
 from recurrent_vit import RecurrentVisionTransformer, weights
 
 TINY = replace(measure.QUICK, seconds=0.01, threads=1, model={"embed_dim": 16, "num_heads": 2, "mlp_ratio": 2.0})
@@ -186,6 +187,7 @@ def test_a_new_process_measures_its_own_peak_only():
 
 
 def test_the_peak_sees_what_was_freed_again():
+    gc.collect()  # what other tests have left is not to be freed in between
     processes._reset_peak(TINY)
     before = processes._peak(TINY)
     torch.ones(2**24)
@@ -379,6 +381,13 @@ def test_wrong_usage(argv, message, capsys, monkeypatch):
     assert message in capsys.readouterr().err
 
 
+def test_a_missing_torchdiffeq_is_told_before_anything_is_measured(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchdiffeq", None)
+    with pytest.raises(SystemExit, match="2"):
+        speed.main(["--quick", "--only", "inference,ode"])
+    assert 'pip install "recurrent-vit[ode]"' in capsys.readouterr().err
+
+
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 ORIGIN = {
@@ -390,7 +399,7 @@ ORIGIN = {
     "dirty": True,
     "command": "python -m benchmarks.speed",
 }
-TABLE = tables.Table(
+TABLE = markdown.Table(
     "A title",
     "A caption.",
     [
@@ -412,7 +421,7 @@ MEASURED = [
 
 def test_a_table_shows_the_latest_rows_and_what_was_not_run():
     assert (
-        tables.render(TABLE, tables.latest(MEASURED, "cpu"), "cpu")
+        markdown.render(TABLE, markdown.latest(MEASURED, "cpu"), "cpu")
         == """\
 ### A title, cpu
 

@@ -152,11 +152,13 @@ def test_every_checkpoint_is_evaluated_unless_some_are_named(checkpoints, split,
         ("local-dir:hub/mine", "local-dir:hub/mine", "local-dir:hub/mine"),
         ("local-dir:/a/b/mine", "local-dir:mine", "local-dir:/a/b/mine"),
         ("hf-hub:us/bvit@main", "hf-hub:us/bvit@main", "hf-hub:us/bvit@main"),
-        ("runs/mine/", "runs/mine", "runs/mine"),
+        ("runs/mine/", "runs/mine", "runs/mine/"),
+        ("./bvit", "bvit", "./bvit"),
     ],
 )
 def test_what_is_evaluated_and_what_it_is_called(text, name, source, checkpoints, tmp_path, monkeypatch):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "bvit").mkdir()
     monkeypatch.chdir(tmp_path)
     assert accuracy.resolve(text)[:2] == (name, source)
 
@@ -229,7 +231,7 @@ def test_missing_data_and_missing_checkpoints_are_told(run, results, tmp_path, m
 
 def test_a_model_of_another_kind_is_told(monkeypatch):
     monkeypatch.setattr(timm, "create_model", lambda name, pretrained: torch.nn.Linear(1, 1))
-    with pytest.raises(ValueError, match="NAME 'hf-hub:us/other' is a Linear; give a model of the zoo"):
+    with pytest.raises(ValueError, match="'hf-hub:us/other' is a Linear; give a model of the zoo"):
         accuracy.load(accuracy.resolve("hf-hub:us/other"))
 
 

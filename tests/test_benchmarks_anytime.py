@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import anytime, figures, rows, tables
-from recurrent_vit import calibration
+from recurrent_vit import plots
 from recurrent_vit.anytime import CRITERIA
 
 
@@ -42,7 +42,7 @@ def test_the_benchmark_appends_its_rows(command, monkeypatch):
         assert row["command"] == "python -m benchmarks.anytime local-dir:model --data DIR --rounds 2"
     assert picture.read_bytes()[:4] == b"\x89PNG"
     again, panels = command.folder / "again.png", []
-    monkeypatch.setattr(calibration, "draw_curve", lambda axes, *arguments: panels.append(arguments))
+    monkeypatch.setattr(plots, "draw_curve", lambda axes, *arguments: panels.append(arguments))
     other = [{**row, "subject": "another"} for row in found]
     rows.append(out, [*other, *({**row, "date": "9999-01-01", "top1": 1.0} for row in other)])
     figures.main([str(again), str(out), "--of", "anytime"])

@@ -79,7 +79,8 @@ def test_speeds_have_a_row_for_each_engine_and_batch(model, vit, split):
         assert row["images"] == {1: 2, 4: 8}[row["batch"]]
         assert row["images_per_s"] == pytest.approx(1000 * row["batch"] / row["median"], rel=1e-2)
         cost = 10**9 if row["subject"].startswith("m ") else 10**8
-        assert row["gflops"] == pytest.approx(2 * cost * row["batch"] / (1e6 * row["median"]), rel=0.2)
+        flop = 2 * cost * row["batch"]  # two rounds: the mean of the rates at least and most
+        assert row["gflops"] == pytest.approx((flop / row["min"] + flop / row["max"]) / 2e6, rel=1e-2, abs=0.1)
         assert row["gemm_fraction"] > 0
     medians = {(row["subject"], row["batch"]): row["median"] for row in measured}
     quantised = [row for row in found if row["benchmark"] == "engines int8"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from recurrent_vit import calibration, cifar
+from recurrent_vit import cifar, plots
 from recurrent_vit.__main__ import main
 from recurrent_vit.anytime import CRITERIA, Anytime
 from recurrent_vit.augment import normalize
@@ -20,7 +20,6 @@ from recurrent_vit.calibration import (
     choose,
     curve,
     measure,
-    plot_curve,
     record,
     uniform,
     uniform_top1,
@@ -282,7 +281,7 @@ def test_the_picture_shows_the_rows(tmp_path):
     curves = {name: curve(synthetic(name)) for name in CRITERIA}
     rows = [*uniform(synthetic("margin")), *(row for found in curves.values() for row in found)]
     mark = choose(synthetic("margin"), 0.1)
-    (axes,) = calibration._draw_curve(rows, "a title", [mark]).axes
+    (axes,) = plots._draw_curve(rows, "a title", [mark]).axes
     lines = {line.get_label(): line for line in axes.lines}
     for name, found in curves.items():
         assert lines[name].get_xydata().tolist() == [[row["mean_NFE"], 100 * row["top1"]] for row in found]
@@ -290,16 +289,16 @@ def test_the_picture_shows_the_rows(tmp_path):
     places = [line.get_xydata().tolist() for line in axes.lines if line.get_color() == lines["margin"].get_color()]
     assert [[mark["mean_NFE"], 100 * mark["top1"]]] in places
     assert axes.get_title() == "a title"
-    plot_curve(rows, tmp_path / "curve.png", points=[mark])
+    plots.plot_curve(rows, tmp_path / "curve.png", points=[mark])
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_mistakes_of_the_picture_are_named(tmp_path):
     pytest.importorskip("matplotlib")
     with pytest.raises(ValueError, match="rows is empty"):
-        plot_curve([], tmp_path / "curve.png")
+        plots.plot_curve([], tmp_path / "curve.png")
     with pytest.raises(ValueError, match=r"must end in one of \.pdf, \.png, \.svg"):
-        plot_curve(uniform(synthetic("margin")), tmp_path / "curve.gif")
+        plots.plot_curve(uniform(synthetic("margin")), tmp_path / "curve.gif")
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------

@@ -339,6 +339,15 @@ def test_bad_picture_in_folder(tiny, tmp_path, bad):
     assert str(path) in str(caught.value)
 
 
+def test_folders_are_not_read_class_after_class(tiny, tmp_path):
+    write_folders(tmp_path, {"test": tiny["test"]})
+    split = cifar.load(tmp_path, "test")
+    assert len(split.labels[:100].unique()) > 50
+    for got, label in zip(split.images, split.labels):  # each with its own label
+        [place] = (tiny["test"].images == got).flatten(1).all(1).nonzero().flatten().tolist()
+        assert tiny["test"].labels[place] == label
+
+
 def test_bad_class_folders(tiny, tmp_path):
     write_folders(tmp_path, {"test": tiny["test"]})
     (tmp_path / "test" / "apple").rename(tmp_path / "test" / "apples")

@@ -12,7 +12,7 @@ from timm.models import save_for_hf
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from recurrent_vit import cifar, commands, dynamics, figures, measures, printing
+from recurrent_vit import cifar, commands, dynamics, figures, files, measures, printing
 from recurrent_vit.__main__ import main
 from recurrent_vit.augment import normalize
 from recurrent_vit.cifar import Split
@@ -516,7 +516,7 @@ def test_a_page_is_written_whole_or_not_at_all(findings, tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(figures.runs.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         figures.write(tmp_path, findings, {})
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
@@ -579,7 +579,7 @@ def test_the_command_writes_a_page_and_rows(small, split, tmp_path, monkeypatch,
         (["bvitt"], "'bvitt' is neither a folder nor a name of the zoo"),
         (["bvit", "--limit", "0"], "limit=0 must be at least 1"),
         (["bvit", "--batch-size", "0"], "batch_size=0 must be at least 1"),
-        (["bvit", "--device", "gpu"], "--device 'gpu': "),
+        (["bvit", "--device", "gpu"], "--device gpu: Expected one of cpu, cuda,"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_no_folder(arguments, message, tmp_path, capsys):

@@ -357,9 +357,9 @@ def test_controls_name_what_is_wrong_at_the_call(small, split, monkeypatch):
         controls(nn.Linear(1, 1), split)
 
     def missing():
-        raise ImportError("adaptive steps need torchdiffeq")
+        raise ImportError("this needs torchdiffeq")
 
-    monkeypatch.setattr(equilibrium, "_import_odeint", missing)
+    monkeypatch.setattr(equilibrium, "import_odeint", missing)
     with pytest.raises(ImportError, match="torchdiffeq"):
         controls(model, split)
     assert next(controls(model, split, methods=["fixed_point"]))[0]["method"] == "fixed_point"

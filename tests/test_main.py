@@ -1,9 +1,11 @@
 """The command line as a user meets it: output, exit codes, and what it does not import."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import timm
@@ -11,13 +13,32 @@ import torch
 from timm.models import save_for_hf
 
 import recurrent_vit
-from recurrent_vit import cifar, evaluate, train
+from recurrent_vit import cifar, commands, evaluate, machine, plots, train
 from recurrent_vit.__main__ import main
+
+HUB = Path(__file__).resolve().parents[1] / "hub" / "bvit.short_c100"
 
 
 def run(*arguments, **kwargs):
     command = [sys.executable, "-m", "recurrent_vit", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["list"], "bvit_ds"),
+        (["list", "--weights"], "bvit.short_c100"),
+        (["verify", "bvit.short_c100"], "bvit.short_c100: sha256"),
+        (["classify"], "raccoon.jpg"),
+        (["push", str(HUB), "--repo-id", "org/name", "--dry-run"], "nothing was uploaded"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_command_stands_on_its_own_in_a_new_process(arguments, said, tmp_path):
+    result = run(*arguments, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert said in result.stdout
 
 
 def test_list_has_a_row_for_every_name(capsys):
@@ -220,7 +241,7 @@ def test_train_then_evaluate(data, tmp_path, capsys):
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_evaluate_under_another_solver(data, tmp_path, capsys):
+def test_evaluate_under_another_solver(data, tmp_path, capsys, monkeypatch):
     out = tmp_path / "run"
     assert main(["train", "bvit", "--out", str(out), "--pflop", "2e-5", *TINY]) == 0
     capsys.readouterr()
@@ -229,6 +250,24 @@ def test_evaluate_under_another_solver(data, tmp_path, capsys):
     assert (row["horizon"], row["NFE"], row["trained_horizon"]) == (2, 8, 12)
     assert (row["solver"], row["step_size"]) == ("rk4", 0.5)
     assert json.loads((out / "test.jsonl").read_text())["solver"] == "plain"
+
+    drawn = []
+    monkeypatch.setattr(plots, "plot_sweep", lambda rows, *arguments: drawn.append(arguments))
+    picture = str(tmp_path / "sweep.png")
+    assert (
+        main(["evaluate", str(out), "--solver", "rk4", "--step-size", "0.5", "--horizon", "2", "--plot", picture]) == 0
+    )
+    assert drawn == [(picture, f"{out}, solver rk4, step size 0.5", 24.0)]  # as long as twelve steps of size 1
+
+
+def test_an_odd_step_size_keeps_the_trained_number_of_steps(data, tmp_path, monkeypatch):
+    """0.1 * 3 / 0.1 is a little more than 3."""
+    out, drawn = tmp_path / "run", []
+    kwargs = ["solver=rk4", "steps=3", "step_size=0.1"]
+    assert main(["train", "bvit", "--out", str(out), "--pflop", "2e-5", *TINY, *kwargs]) == 0
+    monkeypatch.setattr(plots, "plot_sweep", lambda rows, path, title, trained: drawn.append(trained))
+    assert main(["evaluate", str(out), "--plot", str(tmp_path / "sweep.png")]) == 0
+    assert drawn == [3]
 
 
 def test_a_finished_run_is_refused_without_resume(data, tmp_path, capsys):
@@ -256,8 +295,8 @@ def test_a_finished_run_is_refused_without_resume(data, tmp_path, capsys):
         (["train", "bvit", "--out", "OUT", "--model-kwargs", "steps=0"], "steps=0 must be an integer from 1"),
         (["train", "bvitt", "--out", "OUT"], "'bvitt' is not a name of the zoo (vit_cifar, bvit,"),
         (["train", "bvit", "--out", "OUT", "--model-kwargs", "stepz=3"], "--model-kwargs: "),
-        (["train", "bvit", "--out", "OUT", "--device", "gpu"], "--device 'gpu': "),
-        (["train", "bvit", "--out", "OUT", "--device", "meta"], "--device 'meta': give cpu or cuda"),
+        (["train", "bvit", "--out", "OUT", "--device", "gpu"], "--device gpu: Expected one of cpu, cuda,"),
+        (["train", "bvit", "--out", "OUT", "--device", "meta"], "--device meta: give cpu or cuda"),
         (
             ["train", "bvit", "--out", "OUT", "--model-kwargs", "pretrained=True"],
             "--model-kwargs: pretrained is not an",
@@ -285,7 +324,7 @@ def test_missing_data_says_where_it_was_looked_for(tmp_path, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, so that asking for one is no mistake")
 def test_a_gpu_that_is_not_there_is_one_line(data, tmp_path, capsys):
     assert main(["train", "bvit", "--out", str(tmp_path / "run"), "--device", "cuda"]) == 1
-    assert capsys.readouterr().err == "recurrent-vit: --device 'cuda': torch sees no GPU here\n"
+    assert capsys.readouterr().err == "recurrent-vit: --device cuda: torch finds no CUDA device\n"
 
 
 @pytest.mark.skipif("RECURRENT_VIT_DATA" not in os.environ, reason="needs CIFAR-100: set RECURRENT_VIT_DATA")
@@ -393,6 +432,35 @@ def test_the_version_is_that_of_the_package(capsys):
 
 
 def test_modules_are_attributes_of_the_package():
-    code = "import recurrent_vit; print(recurrent_vit.calibration.calibrate, recurrent_vit.export.export_onnx)"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert shown.startswith("<function calibrate at")
+    modules = sorted(file.stem for file in Path(recurrent_vit.__file__).parent.glob("[a-z]*.py"))
+    for module in ("calibration", "export", "runs"):  # the first that is asked for
+        code = f"import recurrent_vit as r; print(*[getattr(r, name).__name__ for name in {[module, *modules]}])"
+        shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert shown.split() == [f"recurrent_vit.{name}" for name in [module, *modules]]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "uses"), [("cpu", "gloo", "cpu"), ("cuda", "cpu:gloo,cuda:nccl", "cuda:3")]
+)
+def test_processes_of_torchrun_have_a_gpu_each_and_talk_from_cpu_to_cpu_too(device, backend, uses, monkeypatch):
+    called, asked = {}, []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(machine, "check_device", lambda text: asked.append(text) or torch.device(text))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.update(device=device))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend: called.update(backend=backend))
+    monkeypatch.setattr(commands.atexit, "register", lambda function: None)
+    args = argparse.Namespace(device=device)
+    commands._use_device(args)
+    assert args.device == uses
+    assert asked == [uses]  # and no other GPU is touched
+    assert called == {"backend": backend, **({"device": "cuda:3"} if device == "cuda" else {})}
+
+
+@pytest.mark.parametrize("command", ["classify --model", "evaluate", "export", "dynamics"])
+def test_a_model_of_another_kind_is_one_line(command, tmp_path, monkeypatch, capsys, data):
+    monkeypatch.setattr(timm, "create_model", lambda name, pretrained: torch.nn.Linear(1, 1))
+    more = {"export": [str(tmp_path / "x.onnx")], "dynamics": ["--out", str(tmp_path / "out")]}
+    assert main([*command.split(), "hf-hub:us/other", *more.get(command, [])]) == 1
+    assert capsys.readouterr().err == "recurrent-vit: 'hf-hub:us/other' is a Linear; give a model of the zoo\n"
+    assert list(tmp_path.glob("x*")) == []

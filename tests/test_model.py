@@ -52,6 +52,15 @@ def test_loop_equals_the_unrolled_timm_vit(small, images, name, kwargs):
     )
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"dynamic_img_size": True}, {"class_token": True}], ids=str)
+def test_states_lie_in_memory_as_they_are_read(small, images, kwargs):
+    """timm's patches come with tokens fastest, and sums would hand that on to every state."""
+    model = small("bvit", **kwargs)
+    *_, last = model.forward_intermediates(images, output_fmt="NLC", intermediates_only=True)
+    assert model.initial_state(images).is_contiguous()
+    assert last.stride(-1) == 1
+
+
 @plain_models
 @pytest.mark.parametrize("kind", ["bool", "additive", "causal"])
 def test_loop_equals_the_unrolled_timm_vit_under_a_mask(small, images, name, kwargs, kind):
@@ -335,7 +344,8 @@ def test_the_horizon_holds_in_training_mode(small, images):
             {"solver": "rk4", "field": "residual"},
             r"field='residual' is unknown; known fields: state_subtracted, black_box",
         ),
-        ({"solver": "rk4", "step_size": 0}, r"step_size=0 must be a number above 0"),
+        ({"solver": "rk4", "step_size": 0}, r"step_size=0 must be a number above 0, at most"),
+        ({"solver": "rk4", "step_size": torch.tensor([1.0, 2.0])}, r"step_size=tensor.* must be a number above 0"),
         ({"solver": "rk4", "step_size": -1.0}, r"step_size=-1.0 must be"),
         ({"solver": "rk4", "step_size": float("nan")}, r"step_size=nan must be"),
         ({"solver": "rk4", "step_size": float("inf")}, r"step_size=inf must be"),

@@ -34,7 +34,7 @@ def evaluations_per_state(model):
 
 def naive_states(model, images, **mask):
     """Every state on the way, by the plainest loop there is."""
-    z = model.norm_pre(model._pos_embed(model.patch_embed(images)))
+    z = model.norm_pre(model._pos_embed(model.patch_embed(images)).contiguous())  # in this order a mean rounds alike
     states = []
     for i in range(model.num_states):
         z = model.step(z, **mask) if model.tableau else model.blocks[i % model.depth](z, **mask)

@@ -1,13 +1,14 @@
 """Training: growth from leg to leg, optimizer groups, whitening, and runs that survive."""
 
 import copy
+import io
 import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import threading
+import time
 from dataclasses import replace
 from fractions import Fraction
 
@@ -18,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from recurrent_vit import augment, cifar, runs, train
+from recurrent_vit import augment, cifar, machine, runs, train
 from recurrent_vit.recipes import RECIPES, Phase, make_plan
 
 TINY = {"embed_dim": 16, "num_heads": 2, "num_classes": 4}
@@ -430,51 +431,6 @@ def test_a_run_is_the_recipe_by_hand(tmp_path, publish):
         torch.testing.assert_close(ran[key], value, rtol=1e-4, atol=1e-6, msg=lambda m, k=key: f"{k}: {m}")
 
 
-def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
-    path, seen = tmp_path / "file", []
-    path.write_bytes(b"old")
-    monkeypatch.setattr(os, "fsync", lambda file: seen.append((os.fstat(file).st_size, path.read_bytes())))
-    runs.write_atomically(path, lambda file: file.write(b"newer"))
-    assert seen == [(5, b"old")]
-    assert path.read_bytes() == b"newer"
-
-
-def test_threads_that_write_one_file_leave_it_whole(tmp_path):
-    path, failures = tmp_path / ("long name " * 24 + ".json"), []
-
-    def write(content):
-        try:
-            for _ in range(20):
-                runs.write_atomically(path, lambda file: file.write(content))
-        except OSError as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=write, args=(letter * 200_000,)) for letter in (b"a", b"b")]
-    for thread in threads:
-        thread.start()
-    seen = set()
-    while any(thread.is_alive() for thread in threads):
-        if path.exists():
-            seen.add(path.read_bytes())
-    for thread in threads:
-        thread.join()
-    assert not failures
-    assert seen <= {b"a" * 200_000, b"b" * 200_000}
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_standard_output_by_its_name_is_appended_to(tmp_path):
-    """What a shell has opened with >> is not emptied, nor replaced."""
-    code = (
-        "import pathlib; from recurrent_vit import runs; print('printed'); "
-        "runs.write_atomically(pathlib.Path('/dev/stdout'), lambda file: file.write(b'written'))"
-    )
-    (tmp_path / "log").write_text("old ")
-    with (tmp_path / "log").open("a") as log:
-        subprocess.run([sys.executable, "-c", code], stdout=log, check=True)
-    assert (tmp_path / "log").read_text() == "old printed\nwritten"
-
-
 def test_a_resumed_run_writes_the_history_after_its_checkpoint_again(tmp_path, monkeypatch):
     fit(tmp_path)
     weights = (tmp_path / "model.safetensors").read_bytes()
@@ -493,6 +449,22 @@ def test_a_resumed_run_writes_the_history_after_its_checkpoint_again(tmp_path, m
     assert trained == [1]  # and a finished run trains no more
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_in_a_file_is_written_once_a_minute(tmp_path, monkeypatch, terminal):
+    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+    stream.isatty = lambda: terminal
+    plan = make_plan("bvit", RECIPE, 40, 1000 * PFLOP, **TINY)
+    with runs.Reporter(tmp_path, plan, 0, 0, 0.0) as report:
+        for update in range(1, 6):
+            time.sleep(0.2)
+            report(
+                0, 500 * update, torch.zeros(()), 10.0 * update, 1.0
+            )  # seconds of training: a line of the history each
+        shown = stream.getvalue().count("\r")
+    assert len(list(runs.read_history(tmp_path))) == 5
+    assert shown == (6 if terminal else 1)  # the first is the empty bar
+
+
 def test_a_history_without_a_checkpoint_is_a_run_too(tmp_path):
     (tmp_path / "history.jsonl").write_text("")
     fit(tmp_path, pflop=1e-7 * 5)  # a process that came to nothing leaves an empty one
@@ -500,20 +472,6 @@ def test_a_history_without_a_checkpoint_is_a_run_too(tmp_path):
         path.unlink()
     with pytest.raises(FileExistsError, match="holds a run already"):
         fit(tmp_path)
-
-
-def test_a_link_keeps_pointing_to_its_file_and_a_pipe_stays_a_pipe(tmp_path):
-    (tmp_path / "file").write_text("old")
-    (tmp_path / "link").symlink_to("file")
-    runs.write_atomically(tmp_path / "link", lambda file: file.write(b"new"))
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "file").read_text() == "new"
-    os.mkfifo(tmp_path / "pipe")
-    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    runs.write_atomically(tmp_path / "pipe", lambda file: file.write(b"through"))
-    assert os.read(reader, 100) == b"through"
-    os.close(reader)
-    assert (tmp_path / "pipe").is_fifo()
 
 
 @pytest.mark.parametrize(
@@ -540,7 +498,7 @@ def test_signals_are_noted_once_and_handed_back():
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
     for number in numbers:
-        with runs.stop_signals() as stopped:
+        with machine.stop_signals() as stopped:
             assert stopped() == ""
             signal.raise_signal(number)
             assert stopped() == number.name
@@ -568,10 +526,53 @@ def test_processes_take_different_parts_of_a_batch_and_different_dropout(monkeyp
     whole, *parts = ([], [], [])
     seeds = set()
     for place, batches in (((0, 1), whole), ((0, 2), parts[0]), ((1, 2), parts[1])):
-        monkeypatch.setattr(runs, "place", lambda place=place: place)
+        monkeypatch.setattr(machine, "place", lambda place=place: place)
         batches.extend(train._batches(job, plan[0], 0))
         seeds.add((place, train._dropout_seed(job, state)))
     assert len({seed for place, seed in seeds if place[1] == 2}) == 2
     for batch, first, second in zip(whole, *parts, strict=True):
         assert torch.equal(torch.cat([first.images, second.images]), batch.images)
         assert torch.equal(torch.cat([first.labels, second.labels]), batch.labels)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"model_kwargs": {**TINY, "img_size": 64}}, r"images of shape \(3, 32, 32\), the model takes \(3, 64, 64\)"),
+        ({"model_kwargs": {**TINY, "in_chans": 1}}, r"the model takes \(1, 32, 32\)"),
+        ({"model_kwargs": {**TINY, "num_classes": 3}}, "labels from 0 to 3, the model num_classes=3"),
+        ({"model_kwargs": {**TINY, "scriptable": True}}, r"model_kwargs: scriptable is not an argument of the model"),
+        ({"precision": "fp16"}, "precision='fp16' is unknown; known precisions: fp32, bf16"),
+    ],
+)
+def test_what_does_not_fit_is_told_before_the_training(kwargs, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path / "run", **kwargs)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("asked", "rate"), [({}, 0.1), ({"proj_drop_rate": 0.3}, 0.3)])
+def test_dropout_is_that_of_the_recipe_unless_the_model_is_given_another(asked, rate):
+    kwargs = {**TINY, **asked}
+    plan = make_plan("bvit", RECIPE, 40, PFLOP, **kwargs)
+    job = train.Job("bvit", kwargs, RECIPE, plan, pictures(), 0, torch.device("cpu"), "fp32", compile=False)
+    assert job.build(plan[0]).blocks[0].attn.proj_drop.p == rate
+
+
+def test_the_seconds_are_those_on_the_clock(tmp_path, monkeypatch):
+    """An update takes 1 second here, and what is done after each, 10: after the last, nobody asks for the time."""
+    now, update, report = [0.0], train._update, runs.Reporter.__call__
+
+    def slow(function, seconds):
+        def call(*arguments):
+            now[0] += seconds
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(train, "_update", slow(update, 1))
+    monkeypatch.setattr(runs.Reporter, "__call__", slow(report, 10))
+    fit(tmp_path)
+    updates = sum(leg.updates for leg in make_plan("bvit", RECIPE, 40, PFLOP, **TINY))
+    assert json.loads((tmp_path / "run.json").read_text())["seconds"] == 11 * updates - 10

@@ -16,7 +16,7 @@ import timm
 import torch
 
 import recurrent_vit
-from recurrent_vit import augment, card, cifar, hub, runs, weights
+from recurrent_vit import augment, card, cifar, hub, machine, weights
 from recurrent_vit.__main__ import main
 from recurrent_vit.weights import FILE, checkpoints
 
@@ -436,7 +436,7 @@ def test_verify_passes_and_names_versions(row, capsys):
     assert main(["verify", row.id]) == 0
     out = capsys.readouterr().out
     assert f"{row.id}: sha256 {row.sha256[:12]}" in out
-    assert f"torch {runs.versions()['torch']}" in out
+    assert f"torch {machine.versions()['torch']}" in out
 
 
 def test_verify_fails_on_other_logits(first, monkeypatch, capsys):
@@ -480,4 +480,10 @@ def test_the_published_accuracy_is_that_of_the_file(row):
 
 def test_public_names():
     assert recurrent_vit.checkpoints is checkpoints
-    assert set(runs.versions()) == {"python", "recurrent-vit", "torch", "timm"}
+    assert set(machine.versions()) == {"python", "recurrent-vit", "torch", "timm"}
+
+
+def test_initial_weights_of_a_pretrained_model_are_those_of_timm_if_asked_for_later():
+    mode = timm.create_model("bvit").weight_init_mode
+    assert timm.create_model("bvit", pretrained=True).weight_init_mode == mode
+    assert timm.create_model("bvit", pretrained=True, weight_init="skip").weight_init_mode == "reset"
