@@ -1,6 +1,7 @@
 """Accuracy of every checkpoint on the test images of CIFAR-100, after its own number of steps and after others.
 
-    python -m benchmarks.accuracy --data DIR                  # every checkpoint; appended to results/accuracy.jsonl
+    python -m benchmarks.accuracy --data DIR                  # every checkpoint that is a function of its own;
+                                                              # appended to results/accuracy.jsonl
     python -m benchmarks.accuracy bvit runs/mine --data DIR   # these: a name with weights, the folder of a run,
                                                               # local-dir:PATH or hf-hub:ORG/NAME
     python -m benchmarks.accuracy --data DIR --limit 100      # a smoke run on 100 images; printed, never recorded
@@ -31,7 +32,8 @@ from .rows import Row
 from .usage import check_out, check_smoke, record, usage_errors
 
 __all__ = [
-    "BENCHMARK", "HORIZONS", "Subject", "check_places", "command", "load", "main", "measure", "resolve", "resolve_all",
+    "BENCHMARK", "HORIZONS", "Subject", "check_places", "command", "default_checkpoints", "load", "main", "measure",
+    "resolve", "resolve_all",
 ]  # fmt: skip
 
 BENCHMARK = "accuracy"
@@ -85,6 +87,11 @@ def resolve_all(names: Sequence[str]) -> list[Subject]:
     if twice := {name for name in called if called.count(name) > 1}:
         raise ValueError(f"NAME: {', '.join(sorted(twice))} is there twice; rows could not be told apart")
     return subjects
+
+
+def default_checkpoints() -> list[weights.Checkpoint]:
+    """Every function once: the checkpoints but those whose row says that another is the same function."""
+    return [row for row in weights.checkpoints() if not row.same_as]
 
 
 def load(subject: Subject) -> RecurrentVisionTransformer:
@@ -168,7 +175,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[list[Subject], list[Recurre
     """All that the passes need, checked before the minutes that they take."""
     check_smoke(arguments)
     check_places(arguments)
-    names = arguments.names or [row.id for row in weights.checkpoints()]
+    names = arguments.names or [row.id for row in default_checkpoints()]
     if not names:
         raise ValueError("NAME is missing, and the package has no checkpoints; give the folder of a run")
     subjects = resolve_all(names)
@@ -192,7 +199,8 @@ def check_places(arguments: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     first = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=first)
-    parser.add_argument("names", metavar="NAME", nargs="*", help="what to evaluate (default: every checkpoint)")
+    names = "what to evaluate (default: every checkpoint, the same function once)"
+    parser.add_argument("names", metavar="NAME", nargs="*", help=names)
     parser.add_argument("--data", metavar="DIR", help="folder of CIFAR-100 (default: the variable RECURRENT_VIT_DATA)")
     parser.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
     parser.add_argument("--precision", choices=evaluate.PRECISIONS, default="fp32", help="default: %(default)s")

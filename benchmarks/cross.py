@@ -17,7 +17,7 @@ What is notable:
   size takes twice the steps. All methods run along R(z) = F(z) - z; the plain recurrence is Euler with step size 1.
 - Each setting is compared with the checkpoint as trained on the same images. The accuracy that it loses has the
   standard error of a paired difference, which is small where both answer alike.
-- By default checkpoints of several blocks are left out, and so are weights that stand under another name already.
+- By default checkpoints of several blocks are left out, and so are those that are the same function as another.
 - A time of 12 takes 600 evaluations of the block an image. By the rates in README.md that is about 20 minutes on 2
   cores for 2,000 images and an hour and a half for all 10,000: hence the default of --limit. Rows have the number of
   images as count, and other numbers are other cells.
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from recurrent_vit import VARIANTS, RecurrentVisionTransformer, cifar, evaluate, plots, weights
+from recurrent_vit import VARIANTS, RecurrentVisionTransformer, cifar, evaluate, plots
 from recurrent_vit.limits import FIELDS, LIMITS, PLAIN
 from recurrent_vit.printing import percent
 
@@ -90,12 +90,8 @@ def settings(time: float) -> list[Setting]:
 
 
 def default_names() -> list[str]:
-    """The checkpoints of one block, the same weights once."""
-    found: dict[str, str] = {}
-    for row in weights.checkpoints():
-        if VARIANTS[row.name].args["depth"] == 1:
-            found.setdefault(row.sha256, row.id)
-    return list(found.values())
+    """The checkpoints of one block, every function once."""
+    return [row.id for row in accuracy.default_checkpoints() if VARIANTS[row.name].args["depth"] == 1]
 
 
 def measure(

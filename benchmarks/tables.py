@@ -191,7 +191,7 @@ TABLES = (
 
 
 def accuracy_tables(measured: Iterable[Row]) -> list[Table]:
-    """The tables of accuracy: a line for each checkpoint of the package and for all else that has rows; [] without any.
+    """The tables of accuracy: a line for each function of the package and for all else that has rows; [] without any.
 
     Args:
         measured: Rows of one device.
@@ -199,7 +199,8 @@ def accuracy_tables(measured: Iterable[Row]) -> list[Table]:
     lines = _accuracy_lines(row for row in measured if row["benchmark"] == accuracy.BENCHMARK)
     if not lines:
         return []
-    where = "CIFAR-100's test images; ±: standard error."
+    same = "".join(f" {row.id} is the same function as {row.same_as}." for row in weights.checkpoints() if row.same_as)
+    where = f"CIFAR-100's test images; ±: standard error.{same}"
     return [
         Table(
             "Accuracy",
@@ -222,10 +223,10 @@ def accuracy_tables(measured: Iterable[Row]) -> list[Table]:
 
 
 def _accuracy_lines(measured: Iterable[Row]) -> list[Cell]:
-    """All but the horizon of the cells: the checkpoints in the order of the manifest, then the rest."""
+    """All but the horizon of the cells: every function in the order of the manifest, then the rest."""
     found: list[Cell] = [tuple(row[key] for key in rows.STEPS[:-1]) for row in measured]
     lines: list[Cell] = []
-    for checkpoint in weights.checkpoints():
+    for checkpoint in accuracy.default_checkpoints():
         untouched: Cell = (accuracy.BENCHMARK, checkpoint.id, "fp32", int(checkpoint.metrics["horizon"]))
         lines += [cell for cell in found if cell[1] == checkpoint.id] or [untouched]
     return list(dict.fromkeys([*lines, *found]))

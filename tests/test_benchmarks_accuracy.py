@@ -66,7 +66,7 @@ def results(tmp_path, monkeypatch):
 def checkpoints(monkeypatch):
     """Two checkpoints in place of the package's."""
     found = [
-        SimpleNamespace(id=f"{name}.some_c100", name=name, sha256=digit * 64, metrics={"horizon": horizon})
+        SimpleNamespace(id=f"{name}.some_c100", name=name, sha256=digit * 64, metrics={"horizon": horizon}, same_as="")
         for name, digit, horizon in (("bvit", "1", 12), ("bvit_ode_rk4", "2", 3))
     ]
     monkeypatch.setattr(weights, "checkpoints", lambda name=None: found)
@@ -283,6 +283,19 @@ def test_every_checkpoint_has_its_lines_and_says_what_was_not_run(checkpoints):
     ]
     source = "- 2030-01-02; A processor, 2 cores, 1 threads; python 3.11.2; no commit; `python -m benchmarks.accuracy`"
     assert text.count(source) == 2
+
+
+def test_the_same_function_under_another_name_is_evaluated_by_request_alone(checkpoints):
+    alike = {**vars(checkpoints[0]), "id": "bvit_ode_euler.some_c100", "same_as": "bvit.some_c100"}
+    checkpoints.append(SimpleNamespace(**alike))
+    assert [row.id for row in accuracy.default_checkpoints()] == ["bvit.some_c100", "bvit_ode_rk4.some_c100"]
+    text = tables.tables([a_row()])
+    assert [line.split()[1] for line in lines_of(text, "Accuracy, cpu")[1:]] == [
+        "bvit.some_c100", "bvit_ode_rk4.some_c100"
+    ]  # fmt: skip
+    assert text.count("bvit_ode_euler.some_c100 is the same function as bvit.some_c100.") == 2
+    text = tables.tables([a_row(), a_row(subject="bvit_ode_euler.some_c100")])
+    assert len(lines_of(text, "Accuracy, cpu")) == 4
 
 
 def test_both_precisions_of_a_checkpoint_have_a_line(checkpoints):

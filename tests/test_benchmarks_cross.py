@@ -91,12 +91,13 @@ def results(tmp_path, monkeypatch):
 
 @pytest.fixture
 def checkpoints(monkeypatch):
-    """Four checkpoints in place of the package's; two have the same weights, and one has twelve blocks."""
+    """Four checkpoints in place of the package's; two are the same function, and one has twelve blocks."""
     names = {"vit_cifar": "0", "bvit": "1", "bvit_ode_euler": "1", "bvit_ode_rk4": "2"}
     found = [
-        SimpleNamespace(id=f"{name}.some_c100", name=name, sha256=digit * 64, metrics={"horizon": 12})
+        SimpleNamespace(id=f"{name}.some_c100", name=name, sha256=digit * 64, metrics={"horizon": 12}, same_as="")
         for name, digit in names.items()
     ]
+    found[2].same_as = found[1].id
     monkeypatch.setattr(weights, "checkpoints", lambda name=None: found)
     return found
 
