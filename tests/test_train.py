@@ -15,6 +15,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import timm
+import timm.optim.muon
 import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
@@ -104,6 +105,26 @@ def test_muon_takes_the_matrices_of_the_blocks_and_adamw_the_rest(name):
     assert all(key.endswith("bias") or "norm" in key or key == "pos_embed" for key in rest)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.05, 0.05, 0.0]
     assert [group["lr"] for group in optimizer.param_groups] == [3e-3, 2e-3, 2e-3]
+
+
+def test_muon_orthogonalises_in_fp32_on_a_cpu():
+    # against the same update in fp64: what bfloat16 makes of it differs in the third digit
+    parameter = torch.nn.Parameter(torch.randn(24, 16, generator=torch.Generator().manual_seed(0)))
+    parameter.grad = torch.randn(24, 16, generator=torch.Generator().manual_seed(1))
+    before, x = parameter.detach().double(), parameter.grad.double().T
+    x = x / x.norm()  # the first update is a multiple of the gradient, Nesterov or not
+    for _ in range(3):
+        a = x @ x.T
+        x = 3.4445 * x - 4.7750 * a @ x + 2.0315 * a @ a @ x
+    expected = before * (1 - 0.1 * 0.05) - 0.1 * 0.2 * 24**0.5 * x.T
+    rule = timm.optim.muon.zeropower_via_newtonschulz
+    optimizer = train.Muon([{"params": [parameter], "use_muon": True}], lr=0.1, weight_decay=0.05, **train.MUON)
+    optimizer.step()
+    torch.testing.assert_close(parameter.detach().double(), expected, rtol=0, atol=1e-6)
+    assert timm.optim.muon.zeropower_via_newtonschulz is rule  # timm's own is as it was
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    assert timm.optim.muon.zeropower_via_newtonschulz is rule
 
 
 def test_the_paper_trains_everything_with_adamw():
